@@ -1,0 +1,1 @@
+"""Arithmetic and data: budgets, layer plans, configuration, reports, errors."""

@@ -1,0 +1,184 @@
+"""Which layers stay full, how vLLM will group them, and what a request costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvsieve.core.budget import BudgetRule, sieve_start
+from kvsieve.core.errors import ConfigError
+
+MAX_DEFAULT_GROUPS = 10
+"""Groups that the default plan may make. Each group costs host time in every step
+(docs/benchmarks.md, "Host time"), so the default trades a few full layers for it."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Which of a model's sievable layers keep everything.
+
+    Layers are numbered as in their vLLM names (`model.layers.7.self_attn.attn` is 7).
+
+    Attributes:
+        full: Sievable layers that keep the full cache.
+        sieved: Layers that are sieved to the budget.
+        untouched: Layers that the sieve does not apply to (a sliding window, say).
+    """
+
+    full: tuple[int, ...]
+    sieved: tuple[int, ...]
+    untouched: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of layers per layer class; classes without layers are left out."""
+        named = {"full": self.full, "sieved": self.sieved, "untouched": self.untouched}
+        return {name: len(layers) for name, layers in named.items() if layers}
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """vLLM's cache groups for a plan: the rule of `_get_kv_cache_groups_uniform_page_size`.
+
+    Attributes:
+        num_groups: Block tables per request.
+        group_size: Layers per group; each block holds this many pages.
+        padding_layers: Page slots per block that no layer uses, summed over groups.
+    """
+
+    num_groups: int
+    group_size: int
+    padding_layers: int
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the pool that the padding wastes."""
+        return self.padding_layers / (self.num_groups * self.group_size)
+
+
+def group_layers(*class_sizes: int) -> Grouping:
+    """How vLLM groups layers of several classes with equal page sizes.
+
+    Args:
+        class_sizes: Number of layers in each class; zeros are ignored.
+    """
+    sizes = [size for size in class_sizes if size]
+    if not sizes:
+        return Grouping(0, 0, 0)
+    # vLLM takes the smallest class as the group size, or the largest if it is less
+    # than 1.5 times as large.
+    group_size = max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes)
+    if len(sizes) == 1:
+        group_size = sizes[0]
+    num_groups = sum(math.ceil(size / group_size) for size in sizes)
+    return Grouping(num_groups, group_size, num_groups * group_size - sum(sizes))
+
+
+def default_full_count(num_sievable: int, num_untouched: int = 0) -> int:
+    """About a tenth of the layers: the nearest count that wastes least and groups few.
+
+    Args:
+        num_sievable: Full-attention layers of the model.
+        num_untouched: Other attention layers, which take part in the grouping.
+    """
+    if num_sievable < 2:
+        return 0
+    wanted = num_sievable / 10
+    best: tuple[float, float, int] | None = None
+    for count in range(1, math.ceil(num_sievable / 4) + 1):
+        grouping = group_layers(count, num_sievable - count, num_untouched)
+        if grouping.num_groups > MAX_DEFAULT_GROUPS:
+            continue
+        key = (round(grouping.padding_share, 6), abs(count - wanted), count)
+        best = min(best, key) if best else key
+    return best[2] if best else 0
+
+
+def make_plan(
+    sievable: tuple[int, ...],
+    untouched: tuple[int, ...],
+    full_layers: int | tuple[int, ...] | None,
+) -> LayerPlan:
+    """The layer plan for a model.
+
+    Args:
+        sievable: Numbers of the layers with full attention, ascending.
+        untouched: Numbers of the other attention layers.
+        full_layers: A count of leading sievable layers, their numbers, or None for the default.
+
+    Raises:
+        ConfigError: A named layer does not exist, or no layer would be sieved.
+    """
+    if not sievable:
+        raise ConfigError(
+            ["the model has no full-attention layer, so there is nothing to sieve; serve it without kvsieve"]
+        )
+    if full_layers is None:
+        full_layers = default_full_count(len(sievable), len(untouched))
+    if isinstance(full_layers, int):
+        full = sievable[:full_layers]
+    else:
+        unknown = sorted(set(full_layers) - set(sievable) - set(untouched))
+        if unknown:
+            raise ConfigError(
+                [
+                    f"full_layers names layers {unknown}, but the model's layers are numbered"
+                    f" {min(sievable + untouched)} to {max(sievable + untouched)}"
+                ]
+            )
+        full = tuple(layer for layer in sievable if layer in set(full_layers))
+    sieved = tuple(layer for layer in sievable if layer not in set(full))
+    if not sieved:
+        raise ConfigError(
+            [
+                f"full_layers keeps all {len(sievable)} full-attention layers full, so not one layer"
+                " is sieved; name fewer layers or remove the kvsieve settings"
+            ]
+        )
+    return LayerPlan(full=full, sieved=sieved, untouched=untouched)
+
+
+@dataclass(frozen=True)
+class RequestCost:
+    """KV memory of one request in a plan.
+
+    Attributes:
+        blocks: Blocks held, summed over the groups.
+        bytes: The same in bytes.
+    """
+
+    blocks: int
+    bytes: int
+
+
+def request_cost(
+    plan: LayerPlan,
+    rule: BudgetRule | None,
+    prompt_tokens: int,
+    output_tokens: int,
+    block_size: int,
+    page_bytes: int,
+) -> RequestCost:
+    """Blocks and bytes that a request holds once it has written `output_tokens` tokens.
+
+    Args:
+        plan: The layer plan; untouched layers are counted as if they kept everything.
+        rule: The budget rule, or None for stock vLLM (one group, everything kept).
+        prompt_tokens: Length of the prompt, in tokens.
+        output_tokens: Generated tokens that are in the cache.
+        block_size: Block size of the cache manager, in tokens.
+        page_bytes: Bytes of one block of one layer.
+    """
+    all_blocks = math.ceil((prompt_tokens + output_tokens) / block_size)
+    num_full = len(plan.full) + len(plan.untouched)
+    num_sieved = len(plan.sieved)
+    if rule is None:
+        return RequestCost(all_blocks, all_blocks * (num_full + num_sieved) * page_bytes)
+    grouping = group_layers(len(plan.full), num_sieved, len(plan.untouched))
+    freed = sieve_start(prompt_tokens, rule.tokens_for(prompt_tokens), block_size) // block_size
+    full_groups = sum(
+        math.ceil(size / grouping.group_size) for size in (len(plan.full), len(plan.untouched)) if size
+    )
+    sieved_groups = grouping.num_groups - full_groups
+    blocks = full_groups * all_blocks + sieved_groups * (all_blocks - freed)
+    return RequestCost(blocks, blocks * grouping.group_size * page_bytes)
