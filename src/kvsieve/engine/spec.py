@@ -1,0 +1,91 @@
+"""The KV-cache spec of a sieved layer.
+
+Importing this module registers the spec with vLLM. A spec object that is unpickled
+in another process imports its module, so wherever a spec arrives it is registered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvsieve.core.budget import BudgetRule, sieve_start
+from kvsieve.engine.manager import SievedManager
+
+
+@dataclass(frozen=True, kw_only=True)
+class SievedAttentionSpec(AttentionSpec):
+    """Cache format of a sieved layer: full attention's, freed from the front.
+
+    It does not derive from `FullAttentionSpec`: vLLM would merge such a class into
+    one group with the full layers.
+
+    Attributes:
+        budget: Nominal budget as a function of the prompt length.
+        observation_window: Last prompt tokens that a prefix-cache hit must leave to
+            compute, because their queries score the prompt.
+        manager_block_size: Block size of the cache manager, in tokens. `block_size`
+            is replaced by the kernel's block size in the copy that a metadata
+            builder gets; the start of the kept region follows the manager's.
+    """
+
+    budget: BudgetRule
+    observation_window: int
+    manager_block_size: int
+
+    def start(self, prompt_tokens: int) -> int:
+        """First position that the layer holds once a prompt of this length is sieved."""
+        budget = self.budget.tokens_for(prompt_tokens)
+        return sieve_start(prompt_tokens, budget, self.manager_block_size)
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """Bytes of the longest request, which holds its whole prompt until it is sieved."""
+        max_model_len = vllm_config.model_config.max_model_len
+        return cdiv(max_model_len, self.block_size) * self.page_size_bytes
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Whether all layers may share one group: only layers with the same budget may."""
+        return all(
+            isinstance(spec, SievedAttentionSpec)
+            and spec.budget == self.budget
+            and spec.manager_block_size == self.manager_block_size
+            for spec in kv_cache_specs.values()
+        )
+
+
+def sieved_spec(
+    stock: FullAttentionSpec, budget: BudgetRule, observation_window: int
+) -> SievedAttentionSpec:
+    """The sieved spec of a layer whose stock spec is full attention."""
+    return SievedAttentionSpec(
+        block_size=stock.block_size,
+        dcp_sharded=stock.dcp_sharded,
+        block_stride_alignment=stock.block_stride_alignment,
+        max_tp_shards=stock.max_tp_shards,
+        num_kv_heads=stock.num_kv_heads,
+        head_size=stock.head_size,
+        head_size_v=stock.head_size_v,
+        dtype=stock.dtype,
+        kv_quant_mode=stock.kv_quant_mode,
+        page_size_padded=stock.page_size_padded,
+        num_head_slots=stock.num_head_slots,
+        state_content_bytes=stock.state_content_bytes,
+        tokens_per_state=stock.tokens_per_state,
+        budget=budget,
+        observation_window=observation_window,
+        manager_block_size=stock.block_size,
+    )
+
+
+# The registry fills itself with the built-in specs only while it is empty: register
+# those first, or vLLM would not know them in this process.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(
+    SievedAttentionSpec,
+    SievedManager,
+    uniform_type_base_spec=SievedAttentionSpec,
+)

@@ -1,0 +1,57 @@
+"""The channel from the worker, where rows move, to the scheduler.
+
+Counts ride on the step's `ModelRunnerOutput` as one extra attribute. vLLM carries
+that object from the worker to the engine core by reference or by pickle; both keep
+instance attributes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+_ATTRIBUTE = "kvsieve_rows"
+
+
+@dataclass(frozen=True)
+class SievedRow:
+    """What the worker did to one request in the step that finished its prompt.
+
+    Attributes:
+        prompt_tokens: Length of the original prompt, in tokens.
+        stored_tokens: Prompt tokens that each sieved layer holds, per KV head.
+        num_layers: Layers that were compacted.
+        seconds: Host time of scoring and compaction, in seconds.
+    """
+
+    prompt_tokens: int
+    stored_tokens: int
+    num_layers: int
+    seconds: float
+
+
+class _AsyncOutputWithRows(AsyncModelRunnerOutput):
+    def __init__(self, inner: AsyncModelRunnerOutput, rows: dict[str, SievedRow]) -> None:
+        self._inner = inner
+        self._rows = rows
+
+    def get_output(self) -> ModelRunnerOutput:
+        output = self._inner.get_output()
+        setattr(output, _ATTRIBUTE, self._rows)
+        return output
+
+
+def attach_rows(
+    output: ModelRunnerOutput | AsyncModelRunnerOutput, rows: dict[str, SievedRow]
+) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+    """The step's output, carrying the counts of the rows sieved in it."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _AsyncOutputWithRows(output, rows)
+    setattr(output, _ATTRIBUTE, rows)
+    return output
+
+
+def take_rows(output: ModelRunnerOutput) -> dict[str, SievedRow]:
+    """The counts that the step's output carries, by request id; empty if none."""
+    return getattr(output, _ATTRIBUTE, {})

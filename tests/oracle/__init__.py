@@ -1,0 +1,1 @@
+"""Independent reference implementation of the published formulas, for the tests to compare with."""
