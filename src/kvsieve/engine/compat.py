@@ -44,6 +44,11 @@ _CORE = "vllm.v1.core"
 VLLM_SYMBOLS: tuple[VllmSymbol, ...] = (
     VllmSymbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "activation"),
     VllmSymbol("vllm.config", "VllmConfig", "activation"),
+    VllmSymbol("vllm.entrypoints.cli.serve", "ServeSubcommand.cmd", "kvsieve serve"),
+    VllmSymbol("vllm.entrypoints.cli.serve", "ServeSubcommand.subparser_init", "kvsieve serve"),
+    VllmSymbol("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup", "kvsieve serve"),
+    VllmSymbol("vllm.utils.argparse_utils", "FlexibleArgumentParser", "kvsieve serve"),
+    VllmSymbol("vllm.logger", "configure_logging_from_args", "kvsieve serve"),
     VllmSymbol("vllm.v1.kv_cache_interface", "AttentionSpec", "base of the sieved cache spec"),
     VllmSymbol("vllm.v1.kv_cache_interface", "FullAttentionSpec", "which layers can be sieved"),
     VllmSymbol(

@@ -1,0 +1,1 @@
+"""The `kvsieve` command, one file per verb."""

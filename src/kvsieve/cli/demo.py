@@ -1,0 +1,19 @@
+"""`kvsieve demo`: the same question about a long document, full and sieved."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def demo(
+    budget: Annotated[
+        int, typer.Option(help="Budget of the sieved run, in tokens per KV head.")
+    ] = 256,
+) -> None:
+    """Serve a small real model twice, full and sieved, and compare the two side by side."""
+    from kvsieve.demo.run import run_demo
+
+    run_demo(Console(), budget=budget)

@@ -1,0 +1,81 @@
+"""`kvsieve generate`: one answer, offline, with proof of what the sieve did."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvsieve.cli import options
+from kvsieve.core.config import SieveConfig
+from kvsieve.core.errors import ConfigError
+
+
+def generate(
+    model: str = typer.Argument(help="Model to run, as vLLM takes it."),
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File that holds the prompt; '-' for standard input.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 128,
+    chat: Annotated[
+        bool, typer.Option(help="Wrap the prompt in the model's chat template.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="Type of weights and cache, as vLLM's.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest context, in tokens.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    policy: options.Policy = None,
+    budget: options.Budget = None,
+    full_layers: options.FullLayers = None,
+    observation_window: options.ObservationWindow = None,
+    pool_size: options.PoolSize = None,
+    pooling: options.Pooling = None,
+    num_sink_tokens: options.NumSinkTokens = None,
+) -> None:
+    """Generate from one prompt with a sieved KV cache, greedily, and report what was kept."""
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError(["give either --prompt or --prompt-file"])
+    if prompt is None:
+        prompt = sys.stdin.read() if str(prompt_file) == "-" else _read(prompt_file)
+    settings = options.given(
+        policy=policy,
+        budget=budget,
+        full_layers=full_layers,
+        observation_window=observation_window,
+        pool_size=pool_size,
+        pooling=pooling,
+        num_sink_tokens=num_sink_tokens,
+    )
+    SieveConfig.parse(settings)
+    from kvsieve.engine.entrypoint import generate_once
+
+    errors = Console(stderr=True)
+    with errors.status(f"starting vLLM with {model}"):
+        answer = generate_once(
+            model,
+            settings,
+            prompt,
+            chat=chat,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            max_model_len=max_model_len,
+        )
+    if as_json:
+        print(json.dumps({"text": answer.text, "kvsieve": answer.report}))
+        return
+    print(answer.text)
+    errors.print(f"kvsieve: {json.dumps(answer.report)}", highlight=False, soft_wrap=True)
+
+
+def _read(path: Path | None) -> str:
+    assert path is not None
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError([f"cannot read the prompt file {path}: {error.strerror}"]) from None

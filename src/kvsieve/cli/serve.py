@@ -1,0 +1,43 @@
+"""`kvsieve serve`: vLLM's OpenAI server with a sieved KV cache."""
+
+from __future__ import annotations
+
+import typer
+
+from kvsieve.cli import options
+from kvsieve.core.config import SieveConfig
+
+
+def serve(
+    context: typer.Context,
+    model: str = typer.Argument(help="Model to serve, as `vllm serve` takes it."),
+    policy: options.Policy = None,
+    budget: options.Budget = None,
+    min_budget: options.MinBudget = None,
+    max_budget: options.MaxBudget = None,
+    full_layers: options.FullLayers = None,
+    observation_window: options.ObservationWindow = None,
+    pool_size: options.PoolSize = None,
+    pooling: options.Pooling = None,
+    num_sink_tokens: options.NumSinkTokens = None,
+) -> None:
+    """Serve MODEL over vLLM's OpenAI API with a sieved KV cache.
+
+    Every other option is passed on to `vllm serve` as it is. Listens on loopback
+    unless `--host` says otherwise.
+    """
+    settings = options.given(
+        policy=policy,
+        budget=budget,
+        min_budget=min_budget,
+        max_budget=max_budget,
+        full_layers=full_layers,
+        observation_window=observation_window,
+        pool_size=pool_size,
+        pooling=pooling,
+        num_sink_tokens=num_sink_tokens,
+    )
+    SieveConfig.parse(settings)
+    from kvsieve.engine.entrypoint import run_server
+
+    run_server(model, settings, context.args)

@@ -1,0 +1,1 @@
+"""What a budget costs and saves, computed from a model's configuration alone."""

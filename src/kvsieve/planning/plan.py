@@ -1,0 +1,209 @@
+"""The plan of a model: layers, groups, bytes per request, requests that fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsieve.core.budget import stored_tokens
+from kvsieve.core.config import SieveConfig
+from kvsieve.core.errors import ConfigError
+from kvsieve.core.plan import LayerPlan, group_layers, make_plan, request_cost
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the plan needs to know of a model.
+
+    Attributes:
+        sievable: Layers with full attention.
+        untouched: Layers with a sliding window.
+        num_kv_heads: KV heads per layer.
+        head_size: Size of a head.
+        max_model_len: Longest context of the model, in tokens.
+    """
+
+    sievable: tuple[int, ...]
+    untouched: tuple[int, ...]
+    num_kv_heads: int
+    head_size: int
+    max_model_len: int
+
+
+def plan_model(
+    model: str,
+    config: SieveConfig,
+    *,
+    prompt_tokens: int,
+    output_tokens: int,
+    block_size: int,
+    pool_bytes: int,
+    kv_bytes: int,
+) -> dict[str, Any]:
+    """Plan a model for requests of one shape.
+
+    Args:
+        model: Folder with a config.json, or a name that `transformers` resolves.
+        config: Settings of the sieve.
+        prompt_tokens: Prompt length, in tokens.
+        output_tokens: Answer length, in tokens.
+        block_size: Block size of the cache manager, in tokens.
+        pool_bytes: Memory for the KV cache, in bytes.
+        kv_bytes: Bytes per cached number.
+
+    Returns:
+        JSON values, as `kvsieve plan --json` prints them.
+
+    Raises:
+        ConfigError: The model cannot be read or the settings cannot work.
+    """
+    shape = read_shape(model)
+    layer_plan = make_plan(shape.sievable, shape.untouched, config.full_layers)
+    rule = config.budget_rule(block_size)
+    nominal = rule.tokens_for(prompt_tokens)
+    page_bytes = block_size * shape.num_kv_heads * 2 * shape.head_size * kv_bytes
+    grouping = group_layers(
+        len(layer_plan.full), len(layer_plan.sieved), len(layer_plan.untouched)
+    )
+
+    def cost(is_sieved: bool, prompt: int, output: int) -> int:
+        return request_cost(
+            layer_plan, rule if is_sieved else None, prompt, output, block_size, page_bytes
+        ).bytes
+
+    # While a prompt is read every layer holds all of it, in the sieved grouping.
+    peak_blocks = -(-prompt_tokens // block_size) * grouping.num_groups
+    request = {
+        "full": {
+            "peak": cost(False, prompt_tokens, 0),
+            "end": cost(False, prompt_tokens, output_tokens),
+        },
+        "sieved": {
+            "peak": peak_blocks * grouping.group_size * page_bytes,
+            "end": cost(True, prompt_tokens, output_tokens),
+        },
+    }
+    return {
+        "model": model,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "block_size": block_size,
+        "pool_bytes": pool_bytes,
+        "layers": {
+            "full": list(layer_plan.full),
+            "sieved": list(layer_plan.sieved),
+            "untouched": list(layer_plan.untouched),
+        },
+        "budget": {
+            "nominal": nominal,
+            "stored": stored_tokens(prompt_tokens, nominal, block_size),
+        },
+        "groups": {
+            "count": grouping.num_groups,
+            "layers_each": grouping.group_size,
+            "padding_percent": 100 * grouping.padding_share,
+        },
+        "request": request,
+        "requests_that_fit": _requests_that_fit(request, pool_bytes),
+        "notes": _notes(shape, layer_plan, prompt_tokens, output_tokens, nominal),
+    }
+
+
+def _requests_that_fit(request: dict[str, dict[str, int]], pool_bytes: int) -> dict[str, int]:
+    """Requests that the pool holds at once when each has written its whole answer.
+
+    The last one to arrive needs its whole prompt in every layer for a moment, so that
+    much is left free for it.
+    """
+    full, sieved = request["full"], request["sieved"]
+    spare = pool_bytes - sieved["peak"]
+    return {
+        "full": pool_bytes // full["end"],
+        "sieved": 0 if spare < 0 else 1 + spare // sieved["end"],
+    }
+
+
+def _notes(
+    shape: ModelShape, plan: LayerPlan, prompt_tokens: int, output_tokens: int, nominal: int
+) -> list[str]:
+    notes = []
+    if prompt_tokens <= nominal:
+        notes.append(
+            f"the prompt of {prompt_tokens} tokens fits the budget of {nominal}: nothing is sieved"
+        )
+    if prompt_tokens + output_tokens > shape.max_model_len:
+        notes.append(
+            f"{prompt_tokens + output_tokens} tokens are more than the model's"
+            f" {shape.max_model_len}"
+        )
+    if plan.untouched:
+        notes.append(
+            "sliding-window layers are counted as if they kept everything; vLLM frees theirs too"
+        )
+    return notes
+
+
+def read_shape(model: str) -> ModelShape:
+    """The shape of a model from its configuration.
+
+    Raises:
+        ConfigError: There is no readable configuration, or it lacks the attention's shape.
+    """
+    config = _read_config(model)
+    # Multimodal models keep the language model's settings one level down.
+    config = config.get("text_config", config)
+    try:
+        num_layers = int(config["num_hidden_layers"])
+        num_heads = int(config["num_attention_heads"])
+        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+        head_size = int(config.get("head_dim") or config["hidden_size"] // num_heads)
+    except KeyError as error:
+        raise ConfigError(
+            [f"the configuration of {model} has no {error}; kvsieve plans decoder-only Transformers"]
+        ) from None
+    windowed = set(_windowed_layers(config, num_layers))
+    layers = range(num_layers)
+    return ModelShape(
+        sievable=tuple(layer for layer in layers if layer not in windowed),
+        untouched=tuple(layer for layer in layers if layer in windowed),
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        max_model_len=int(config.get("max_position_embeddings") or 0) or 2**31,
+    )
+
+
+def _windowed_layers(config: dict[str, Any], num_layers: int) -> list[int]:
+    """Layers that do not have full attention, as the configuration tells."""
+    kinds = config.get("layer_types")
+    if kinds:
+        return [layer for layer, kind in enumerate(kinds) if kind != "full_attention"]
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return []
+    pattern = config.get("sliding_window_pattern")
+    if pattern:
+        return [layer for layer in range(num_layers) if (layer + 1) % int(pattern)]
+    return list(range(int(config.get("max_window_layers", 0)), num_layers))
+
+
+def _read_config(model: str) -> dict[str, Any]:
+    path = Path(model).expanduser() / "config.json"
+    if path.is_file():
+        try:
+            return json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ConfigError([f"{path} is not valid JSON: {error}"]) from None
+    if Path(model).expanduser().is_dir():
+        raise ConfigError([f"the folder {model} has no config.json"])
+    try:
+        from transformers import PretrainedConfig
+
+        config, _ = PretrainedConfig.get_config_dict(model)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(
+            [f"cannot read the configuration of {model!r}: {str(error).splitlines()[0]}"]
+        ) from None
+    if not config:
+        raise ConfigError([f"no configuration found for {model!r}; give a folder or a model's name"])
+    return config
