@@ -10,6 +10,11 @@ BIN := .venv/bin
 # A folder that a checkout lacks is not an error; one that is there is always run.
 TESTS := $(wildcard tests/unit tests/engine)
 
+# vLLM's sampler uses torch.compile in eager mode too, and that needs a C++ compiler.
+ifeq ($(shell command -v $${CXX:-g++}),)
+export TORCHDYNAMO_DISABLE := 1
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long lint bench clean
 

