@@ -72,8 +72,8 @@ class _Run:
     num_sink_tokens: int
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
-    # Layer -> bool [num_kv_heads, P]: prompt positions that queries at or after P may see.
-    visible: dict[int, torch.Tensor] = field(default_factory=dict)
+    # Layer -> bool [num_kv_heads, P]: prompt positions hidden from queries at or after P.
+    dropped: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def sieve(self, layer: int, q: torch.Tensor, k: torch.Tensor, scaling: float) -> None:
         """Decides what `layer` keeps; q [num_heads, P, head_dim], k [num_kv_heads, P, head_dim]."""
@@ -85,27 +85,28 @@ class _Run:
             num_kept=self.prompt_len - self.start,
             num_sink_tokens=self.num_sink_tokens,
         )
-        visible = torch.zeros(k.shape[0], self.prompt_len, dtype=torch.bool, device=k.device)
-        self.visible[layer] = visible.scatter(1, kept, True)
+        dropped = torch.ones(k.shape[0], self.prompt_len, dtype=torch.bool, device=k.device)
+        self.dropped[layer] = dropped.scatter(1, kept, False)
         self.kept[layer] = kept.cpu()
         self.scores[layer] = scores.float().cpu()
 
 
 def _masked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, visible: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, hidden: torch.Tensor
 ) -> torch.Tensor:
     """Attention with an explicit mask, in fp32 at least.
 
-    q [num_heads, n, head_dim]; k, v [num_kv_heads, m, head_dim]; visible bool [1 or num_kv_heads,
-    n, m], True where a query sees a key. Returns [num_heads, n, head_dim] in q's dtype.
+    q [num_heads, n, head_dim]; k, v [num_kv_heads, m, head_dim]; hidden bool [1 or num_kv_heads,
+    n, m], True where a query must not see a key. Returns [num_heads, n, head_dim], q's dtype.
     """
     num_heads, rows, head_dim = q.shape
     num_kv_heads = k.shape[0]
     compute = torch.promote_types(q.dtype, torch.float32)
-    grouped = q.to(compute).reshape(num_kv_heads, -1, head_dim)  # [kv heads, group * n, head_dim]
-    logits = torch.matmul(grouped, k.to(compute).transpose(1, 2)).mul_(scaling)
+    # [num_kv_heads, group * n, head_dim], scaled here because q is smaller than the logits.
+    grouped = (q.to(compute) * scaling).reshape(num_kv_heads, -1, head_dim)
+    logits = torch.matmul(grouped, k.to(compute).transpose(1, 2))
     logits = logits.view(num_kv_heads, -1, rows, k.shape[1])
-    logits.masked_fill_(~visible[:, None], float("-inf"))
+    logits.masked_fill_(hidden[:, None], float("-inf"))
     probs = logits.softmax(dim=-1).view(num_kv_heads, -1, k.shape[1])
     return torch.matmul(probs, v.to(compute)).view(num_heads, rows, head_dim).to(q.dtype)
 
@@ -130,7 +131,6 @@ def _attention(
     q, k, v = query[0], key[0], value[0]
     layer: int = module.layer_idx  # type: ignore[assignment]
     rows, length, run = q.shape[1], k.shape[1], oracle_run
-    prompt_len = run.prompt_len
     first = length - rows  # position of the first query: the cache holds every key since 0
     key_pos = torch.arange(length, device=k.device)
     is_prefill = first == 0
@@ -140,18 +140,18 @@ def _attention(
         end = min(rows, begin + PREFILL_ROWS)
         query_pos = torch.arange(first + begin, first + end, device=k.device)[:, None]
         seen = first + end  # later keys are in the future of this whole slice
-        visible = (key_pos[:seen] <= query_pos)[None]
+        hidden = (key_pos[:seen] > query_pos)[None]
         if sliding_window is not None:
-            visible = visible & (key_pos[:seen] > query_pos - sliding_window)
-        if layer in run.visible:
-            head_mask = torch.ones(k.shape[0], 1, seen, dtype=torch.bool, device=k.device)
-            head_mask[:, 0, :prompt_len] = run.visible[layer]
-            visible = visible & head_mask
+            hidden = hidden | (key_pos[:seen] <= query_pos - sliding_window)
+        if layer in run.dropped:
+            head_mask = torch.zeros(k.shape[0], 1, seen, dtype=torch.bool, device=k.device)
+            head_mask[:, 0, : run.prompt_len] = run.dropped[layer]
+            hidden = hidden | head_mask
         outputs.append(
-            _masked_attention(q[:, begin:end], k[:, :seen], v[:, :seen], scaling, visible)
+            _masked_attention(q[:, begin:end], k[:, :seen], v[:, :seen], scaling, hidden)
         )
 
-    # A sliding-window layer is bounded already and left alone. Filling run.visible only after the
+    # A sliding-window layer is bounded already and left alone. Filling run.dropped only after the
     # prompt's own attention is what makes prefill full attention in every layer.
     if is_prefill and sliding_window is None and layer not in run.full_layers:
         run.sieve(layer, q, k, scaling)

@@ -1,6 +1,6 @@
 """The import rule: an arrow may import what it points to, and nothing else.
 
-    cli -> {serving, evals, bench, inspect, demo} -> engine -> {policies, kernels} -> core
+    cli -> {serving, evals, bench, inspect, demo, planning} -> engine -> {policies, kernels} -> core
 
 Rooms on one level do not import one another, and only `engine` imports vLLM.
 """
@@ -49,7 +49,8 @@ RULE = {
     "bench": allow(UP_TO_ENGINE),
     "inspect": allow(UP_TO_ENGINE),
     "demo": allow(UP_TO_ENGINE),
-    "cli": allow(f"{UP_TO_ENGINE} serving evals bench inspect demo"),
+    "planning": allow("kvsieve core", packages="transformers"),
+    "cli": allow(f"{UP_TO_ENGINE} serving evals bench inspect demo planning"),
     "__main__": allow("cli", packages=""),
 }
 IMPORTS_VLLM = "engine"

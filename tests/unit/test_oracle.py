@@ -345,6 +345,7 @@ def test_kept_difference():
     assert kept_difference(reference, near, scores, 0.01, num_sink_tokens=1) == (2, 2)
     assert kept_difference(reference, near, scores, 1e-6, num_sink_tokens=1) == (2, 1)
     assert kept_difference(reference, far, scores, 0.01, num_sink_tokens=1) == (2, 1)
+    assert kept_difference(reference, far, scores, 1e-6, num_sink_tokens=1) == (2, 1)
     assert kept_difference(reference, no_sink, scores, 0.01, num_sink_tokens=1) == (2, 1)
     assert kept_difference(reference, no_window, scores, 0.01, num_sink_tokens=1) == (2, 1)
 

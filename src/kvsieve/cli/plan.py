@@ -86,7 +86,9 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
         f" {groups['padding_percent']:.1f}% padding",
     )
     console.print(table)
-    title = f"A request of {facts['prompt_tokens']} prompt and {facts['output_tokens']} output tokens"
+    title = (
+        f"A request of {facts['prompt_tokens']} prompt and {facts['output_tokens']} output tokens"
+    )
     costs = Table("", "full KV", "sieved", "ratio", title=title, title_justify="left")
     for label, key in (
         ("while the prompt is read", "peak"),

@@ -7,7 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kvsieve.core.budget import BudgetRule, smallest_budget
 from kvsieve.core.errors import ConfigError
@@ -44,7 +51,9 @@ def parse_layer_ranges(text: str) -> tuple[int, ...]:
     for part in text.replace(" ", "").split(","):
         match = _RANGE.match(part)
         if not match:
-            raise ValueError(f"{part!r} in {text!r} is neither a layer number nor a range like '0-2'")
+            raise ValueError(
+                f"{part!r} in {text!r} is neither a layer number nor a range like '0-2'"
+            )
         first = int(match.group(1))
         last = int(match.group(2) or first)
         if last < first:
@@ -79,7 +88,7 @@ class SieveConfig(BaseModel):
         default=None,
         description="The operator's upper bound on the budget, in tokens. Default: none.",
     )
-    full_layers: int | tuple[int, ...] | str | None = Field(
+    full_layers: int | tuple[int, ...] | None = Field(
         default=None,
         description="Layers that keep the full cache: a count of leading layers, a list, or ranges"
         " such as '0-2,15'. Default: about a tenth, a count that divides the layers.",
@@ -123,13 +132,18 @@ class SieveConfig(BaseModel):
             raise ValueError(f"a budget must be at least 1 token, got {value}")
         return value
 
+    @field_validator("full_layers", mode="before")
+    @classmethod
+    def _full_layers_may_be_text(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return int(value) if value.strip().isdigit() else parse_layer_ranges(value)
+        return value
+
     @field_validator("full_layers")
     @classmethod
     def _full_layers_are_layers(
-        cls, value: int | tuple[int, ...] | str | None
+        cls, value: int | tuple[int, ...] | None
     ) -> int | tuple[int, ...] | None:
-        if isinstance(value, str):
-            return int(value) if value.strip().isdigit() else parse_layer_ranges(value)
         if isinstance(value, int) and value < 0:
             raise ValueError(f"a count of layers cannot be negative, got {value}")
         if isinstance(value, tuple):
@@ -143,7 +157,8 @@ class SieveConfig(BaseModel):
     def _pool_is_odd(cls, value: int) -> int:
         if value % 2 == 0:
             raise ValueError(
-                f"pooling is centred on a token, so the width must be odd; got {value}, try {value + 1}"
+                f"pooling is centred on a token, so the width must be odd; got {value},"
+                f" try {value + 1}"
             )
         return value
 
@@ -223,7 +238,8 @@ def _reasons(error: ValidationError, settings: Mapping[str, Any]) -> list[str]:
     for name, messages in by_field.items():
         if name in known:
             # A union reports once for each branch; one sentence is enough.
-            reasons.append(f"{name}: {' or '.join(dict.fromkeys(messages))} (given: {settings[name]!r})")
+            what = " or ".join(dict.fromkeys(messages))
+            reasons.append(f"{name}: {what} (given: {settings[name]!r})")
         else:
             reasons.extend(messages)
     return reasons

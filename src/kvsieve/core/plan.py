@@ -111,7 +111,10 @@ def make_plan(
     """
     if not sievable:
         raise ConfigError(
-            ["the model has no full-attention layer, so there is nothing to sieve; serve it without kvsieve"]
+            [
+                "the model has no full-attention layer, so there is nothing to sieve; serve it"
+                " without kvsieve"
+            ]
         )
     if full_layers is None:
         full_layers = default_full_count(len(sievable), len(untouched))
@@ -131,7 +134,7 @@ def make_plan(
     if not sieved:
         raise ConfigError(
             [
-                f"full_layers keeps all {len(sievable)} full-attention layers full, so not one layer"
+                f"full_layers keeps all {len(sievable)} full-attention layers full: not one layer"
                 " is sieved; name fewer layers or remove the kvsieve settings"
             ]
         )
@@ -177,7 +180,9 @@ def request_cost(
     grouping = group_layers(len(plan.full), num_sieved, len(plan.untouched))
     freed = sieve_start(prompt_tokens, rule.tokens_for(prompt_tokens), block_size) // block_size
     full_groups = sum(
-        math.ceil(size / grouping.group_size) for size in (len(plan.full), len(plan.untouched)) if size
+        math.ceil(size / grouping.group_size)
+        for size in (len(plan.full), len(plan.untouched))
+        if size
     )
     sieved_groups = grouping.num_groups - full_groups
     blocks = full_groups * all_blocks + sieved_groups * (all_blocks - freed)

@@ -21,7 +21,14 @@ SIEVE_ATTRIBUTE = "kvsieve"
 """Attribute of a sieved `Attention` layer that holds the worker's `Sieve`."""
 
 
-class SievedBuilderMixin:
+# A mixin's methods call those of the class beside it, which only the checker must know.
+if TYPE_CHECKING:
+    from typing import Any as _Base
+else:
+    _Base = object
+
+
+class SievedBuilderMixin(_Base):
     """Builds the stock metadata of a group of sieved layers from shifted rows."""
 
     # The step's own cache below serves both runners; vLLM's would skip the shift.
@@ -29,7 +36,12 @@ class SievedBuilderMixin:
     adapter: type[BackendAdapter]
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kwargs: Any
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, *args, **kwargs)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]

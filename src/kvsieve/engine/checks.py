@@ -10,6 +10,9 @@ from vllm.config import VllmConfig
 from kvsieve.core.errors import ConfigError
 from kvsieve.engine.compat import missing_symbols, version_refusal
 
+WORKERS = {"vllm.v1.worker.cpu_worker.CPUWorker": "kvsieve.engine.worker.SieveCPUWorker"}
+"""Our worker for each of vLLM's that kvsieve runs on."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -107,9 +110,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave out --enable-dbo",
     ),
 )
-
-WORKERS = {"vllm.v1.worker.cpu_worker.CPUWorker": "kvsieve.engine.worker.SieveCPUWorker"}
-"""Our worker for each of vLLM's that kvsieve runs on."""
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:

@@ -105,7 +105,9 @@ VLLM_SYMBOLS: tuple[VllmSymbol, ...] = (
     VllmSymbol(f"{_CORE}.sched.scheduler", "Scheduler._free_request", "reporting per request"),
     VllmSymbol(f"{_CORE}.sched.scheduler", "Scheduler.update_from_output", "reporting per request"),
     VllmSymbol(f"{_CORE}.sched.async_scheduler", "AsyncScheduler", "asynchronous scheduling"),
-    VllmSymbol("vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", "sieving after the model call"),
+    VllmSymbol(
+        "vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", "sieving after the model call"
+    ),
     VllmSymbol("vllm.v1.worker.cpu_worker", "CPUWorker.sample_tokens", "reporting per request"),
     VllmSymbol("vllm.v1.worker.cpu_worker", "CPUWorker.load_model", "installing the sieve"),
     VllmSymbol("vllm.v1.outputs", "ModelRunnerOutput", "carrying the worker's counts"),

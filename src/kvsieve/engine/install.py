@@ -122,12 +122,15 @@ def _refuse(modules: dict[str, Any], block_size: int) -> None:
             )
         else:
             reasons.extend(adapter_for(backend).refusals(module, block_size))
-        if getattr(module, "sliding_window", None) is None and getattr(
-            module.impl, "alibi_slopes", None
-        ) is not None:
+        if (
+            getattr(module, "sliding_window", None) is None
+            and getattr(module.impl, "alibi_slopes", None) is not None
+        ):
             reasons.append("the model uses ALiBi, whose bias depends on where a token is stored")
         if getattr(module.impl, "sinks", None) is not None:
-            reasons.append("the model has learned attention sinks, which the score does not include")
+            reasons.append(
+                "the model has learned attention sinks, which the score does not include"
+            )
         if getattr(module.impl, "logits_soft_cap", 0):
             reasons.append("the model caps its attention logits, which the score does not include")
     targets = {

@@ -83,9 +83,7 @@ class Observer:
         self.window = window
         self._device = device
         shape = (num_slots * window, num_heads, head_size)
-        self._rings = {
-            name: torch.empty(shape, dtype=dtype, device=device) for name in layer_names
-        }
+        self._rings = {name: torch.empty(shape, dtype=dtype, device=device) for name in layer_names}
         self._free = list(range(num_slots))
         self._open: dict[str, _Window] = {}
 

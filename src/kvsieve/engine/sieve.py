@@ -105,9 +105,7 @@ class Sieve:
         step, self.step = self.step, None
         if step is None or step.rows is None:
             return
-        finishing = {
-            row for view in step.views.values() for row in view.finishing.tolist()
-        }
+        finishing = {row for view in step.views.values() for row in view.finishing.tolist()}
         for row in sorted(finishing):
             begin = time.perf_counter()
             request_id = step.rows.request_ids[row]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -12,8 +12,14 @@ from kvsieve.engine.install import install_sieve
 from kvsieve.engine.sieve import Sieve
 from kvsieve.engine.worker_report import attach_rows
 
+# A mixin's methods call those of the class beside it, which only the checker must know.
+if TYPE_CHECKING:
+    from typing import Any as _Base
+else:
+    _Base = object
 
-class SieveWorkerMixin:
+
+class SieveWorkerMixin(_Base):
     """Installs the sieve after the model is loaded and runs it after each model call."""
 
     sieve: Sieve

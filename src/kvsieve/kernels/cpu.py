@@ -114,11 +114,11 @@ def compact(
     whole = num_whole * block_size
     if num_whole:
         target = blocks[first_block : first_block + num_whole]
-        key_pages[target] = kept_keys[:, :, :whole].unflatten(2, (num_whole, block_size)).permute(
-            2, 0, 1, 3
+        key_pages[target] = (
+            kept_keys[:, :, :whole].unflatten(2, (num_whole, block_size)).permute(2, 0, 1, 3)
         )
-        value_pages[target] = kept_values[:, :whole].unflatten(1, (num_whole, block_size)).permute(
-            1, 0, 2, 3
+        value_pages[target] = (
+            kept_values[:, :whole].unflatten(1, (num_whole, block_size)).permute(1, 0, 2, 3)
         )
     if rest:
         last = blocks[first_block + num_whole]

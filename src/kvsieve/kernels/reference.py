@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def window_sum(
-    query: torch.Tensor, key: torch.Tensor, scale: float
-) -> torch.Tensor:
+def window_sum(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
     """Softmax attention of the last prompt queries, summed over those queries.
 
     The denominator includes the window's own columns (causally masked); the result

@@ -64,9 +64,7 @@ def plan_model(
     rule = config.budget_rule(block_size)
     nominal = rule.tokens_for(prompt_tokens)
     page_bytes = block_size * shape.num_kv_heads * 2 * shape.head_size * kv_bytes
-    grouping = group_layers(
-        len(layer_plan.full), len(layer_plan.sieved), len(layer_plan.untouched)
-    )
+    grouping = group_layers(len(layer_plan.full), len(layer_plan.sieved), len(layer_plan.untouched))
 
     def cost(is_sieved: bool, prompt: int, output: int) -> int:
         return request_cost(
@@ -161,7 +159,10 @@ def read_shape(model: str) -> ModelShape:
         head_size = int(config.get("head_dim") or config["hidden_size"] // num_heads)
     except KeyError as error:
         raise ConfigError(
-            [f"the configuration of {model} has no {error}; kvsieve plans decoder-only Transformers"]
+            [
+                f"the configuration of {model} has no {error}; kvsieve plans decoder-only"
+                " Transformers"
+            ]
         ) from None
     windowed = set(_windowed_layers(config, num_layers))
     layers = range(num_layers)
@@ -191,7 +192,7 @@ def _read_config(model: str) -> dict[str, Any]:
     path = Path(model).expanduser() / "config.json"
     if path.is_file():
         try:
-            return json.loads(path.read_text())
+            return dict(json.loads(path.read_text()))
         except json.JSONDecodeError as error:
             raise ConfigError([f"{path} is not valid JSON: {error}"]) from None
     if Path(model).expanduser().is_dir():
@@ -205,5 +206,7 @@ def _read_config(model: str) -> dict[str, Any]:
             [f"cannot read the configuration of {model!r}: {str(error).splitlines()[0]}"]
         ) from None
     if not config:
-        raise ConfigError([f"no configuration found for {model!r}; give a folder or a model's name"])
-    return config
+        raise ConfigError(
+            [f"no configuration found for {model!r}; give a folder or a model's name"]
+        )
+    return dict(config)

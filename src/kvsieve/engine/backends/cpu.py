@@ -24,7 +24,9 @@ class CpuAdapter:
         """Reasons why a layer cannot be sieved: isa, dtype, or an unexpected cache layout."""
         dtype = layer.kv_cache_torch_dtype
         if dtype not in SIEVED_DTYPES:
-            return [f"the KV cache type {dtype} of CPU_ATTN cannot be sieved; use --kv-cache-dtype auto"]
+            return [
+                f"the KV cache type {dtype} of CPU_ATTN cannot be sieved; use --kv-cache-dtype auto"
+            ]
         isa = _get_attn_isa(dtype, block_size, layer.head_size)
         if isa not in SIEVED_ISAS:
             return [

@@ -1,0 +1,138 @@
+"""Random traffic: invariants after every step, and each request as the oracle writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.engine import sabotage
+from tests.engine.agreement import Agreement
+from tests.engine.engines import make_engine
+from tests.engine.fuzz import Round, Traffic, run_traffic
+from tests.engine.host import EngineHost, HostError
+from tests.oracle.snapkv_oracle import Oracle
+
+pytestmark = pytest.mark.engine
+
+NUM_LAYERS = 6
+# One layer class of 2 layers per group, 2 * (64 + 64) * 4 bytes per token and layer.
+BLOCK_BYTES = 32 * 2 * (64 + 64) * 4 * 2
+
+
+def pool_of(num_blocks: int) -> int:
+    """Memory for a pool of so many blocks, in bytes."""
+    return num_blocks * BLOCK_BYTES
+
+
+def start_engine(
+    host: EngineHost, model: str, budget: int, chunk: int, pool: int, **options: object
+) -> None:
+    host.call(
+        make_engine,
+        "fuzz",
+        model,
+        {"budget": budget, "full_layers": 2},
+        skip_tokenizer_init=True,
+        max_model_len=544,
+        max_num_batched_tokens=chunk,
+        kv_cache_memory_bytes=pool_of(pool),
+        **options,
+    )
+
+
+def check_round(oracle: Oracle, outcome: Round, budget: int) -> Agreement:
+    """Fail unless invariants held and every request agrees with the oracle."""
+    assert not outcome.violations, "\n".join(outcome.violations)
+    agreement = Agreement()
+    for prompt, generated in outcome.outcomes:
+        agreement.compare(
+            oracle, prompt, generated, budget=budget, block_size=32, full_layers={0, 1}
+        )
+        start = max(0, (len(prompt) - budget) // 32 * 32)
+        stored = generated.report["stored_tokens"]["sieved"]
+        if stored != len(prompt) - start:
+            agreement.disagreements.append(f"{len(prompt)}: stored {stored} of {len(prompt)}")
+    agreement.check(max_logprob_difference=2e-3, max_tie_share=5e-3)
+    return agreement
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_llama: str) -> Oracle:
+    return Oracle(tiny_llama)
+
+
+ROUNDS = [
+    # budget, chunk, pool (blocks of 2 layers; a prompt of 500 takes 48), engine options
+    pytest.param(96, 64, 400, {}, Traffic(1), id="plentiful-pool"),
+    pytest.param(
+        96,
+        64,
+        54,
+        {},
+        Traffic(2, max_prompt=200, max_output=120, arrival_chance=0.9),
+        id="tiny-pool-preempts",
+    ),
+    pytest.param(96, 200, 120, {}, Traffic(3, abort_chance=0.08, max_output=30), id="aborts"),
+    pytest.param(
+        100,
+        150,
+        150,
+        {"enable_prefix_caching": True},
+        Traffic(4, shared_prefix=200, abort_chance=0.04),
+        id="shared-prefix",
+    ),
+]
+
+
+@pytest.mark.parametrize(("budget", "chunk", "pool", "options", "traffic"), ROUNDS)
+def test_random_traffic_on_v1(
+    v1_host: EngineHost,
+    tiny_llama: str,
+    oracle: Oracle,
+    budget: int,
+    chunk: int,
+    pool: int,
+    options: dict[str, object],
+    traffic: Traffic,
+) -> None:
+    start_engine(v1_host, tiny_llama, budget, chunk, pool, **options)
+    outcome = v1_host.call(run_traffic, "fuzz", traffic)
+    check_round(oracle, outcome, budget)
+    if traffic.seed == 2:
+        assert outcome.preemptions > 0, "the pool was meant to be too small"
+
+
+def test_random_traffic_on_v2(v2_host: EngineHost, tiny_llama: str, oracle: Oracle) -> None:
+    start_engine(v2_host, tiny_llama, 96, 120, 110)
+    traffic = Traffic(5, num_requests=6, max_output=6, max_prompt=400)
+    check_round(oracle, v2_host.call(run_traffic, "fuzz", traffic), 96)
+
+
+@pytest.fixture
+def own_host() -> Iterator[EngineHost]:
+    host = EngineHost("v1")
+    yield host
+    host.close()
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        sabotage.free_without_compaction,
+        sabotage.start_off_by_one_block,
+        sabotage.stale_queries,
+        sabotage.free_before_processed,
+        sabotage.publish_the_kept_region,
+        sabotage.hit_beyond_the_start,
+        sabotage.ties_go_left,
+    ],
+)
+def test_a_planted_bug_is_caught(
+    own_host: EngineHost, tiny_llama: str, oracle: Oracle, bug: Callable[[], None]
+) -> None:
+    own_host.call(bug)
+    start_engine(own_host, tiny_llama, 96, 150, 150, enable_prefix_caching=True)
+    traffic = Traffic(6, num_requests=8, shared_prefix=200)
+    with pytest.raises((AssertionError, HostError)):
+        check_round(oracle, own_host.call(run_traffic, "fuzz", traffic), 96)
