@@ -77,8 +77,8 @@ def hit_beyond_the_start() -> None:
     scheduler.bind_prefix_cache_rules = lambda *args: None
 
 
-def ties_go_left() -> None:
-    """Selection prefers the lower of two equal scores, and so depends on order."""
+def keep_the_worst() -> None:
+    """Selection keeps the tokens with the lowest scores."""
     from kvsieve.policies import policy
 
     def select_positions(scores: torch.Tensor, num_keep: int) -> torch.Tensor:

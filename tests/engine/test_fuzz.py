@@ -125,7 +125,7 @@ def own_host() -> Iterator[EngineHost]:
         sabotage.free_before_processed,
         sabotage.publish_the_kept_region,
         sabotage.hit_beyond_the_start,
-        sabotage.ties_go_left,
+        sabotage.keep_the_worst,
     ],
 )
 def test_a_planted_bug_is_caught(

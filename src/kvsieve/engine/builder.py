@@ -63,16 +63,18 @@ class SievedBuilderMixin(_Base):
         common = common_attn_metadata
         block_size = self.kv_cache_spec.block_size
         self._sieve.enter_group(self.layer_names[0], common, block_size)
+        shift = step.shift(self._spec, common, block_size)
         # Groups of one spec differ only in their blocks, so the rest is built once.
-        view = step.view(self._spec)
-        shifted = shifted_metadata(common, view, block_size)
         key = (self._spec, block_size, type(self))
         built = step.metadata.get(key)
         if built is None:
+            shifted = shifted_metadata(common, shift)
             built = super().build(common_prefix_len, shifted, *args, **kwargs)
             step.metadata[key] = built
             return built
-        return self.adapter.with_blocks(built, shifted.block_table_tensor, shifted.slot_mapping)
+        return self.adapter.with_blocks(
+            built, shift.block_table(common.block_table_tensor), common.slot_mapping
+        )
 
 
 @cache

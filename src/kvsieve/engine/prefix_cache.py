@@ -33,14 +33,13 @@ def bind_prefix_cache_rules(
     stock_get_computed_blocks = kv_cache_manager.get_computed_blocks
     hit_cap: int | None = None
 
-    def start(request: Request) -> int:
-        return min(spec.start(request.num_prompt_tokens) for spec in specs)
+    window = max(spec.observation_window for spec in specs)
 
-    def is_sieved(request: Request) -> bool:
-        return any(spec.start(request.num_prompt_tokens) for spec in specs)
+    def starts(request: Request) -> list[int]:
+        return [spec.start(request.num_prompt_tokens) for spec in specs]
 
     def cache_blocks(request: Request, num_computed_tokens: int) -> None:
-        if is_sieved(request):
+        if any(starts(request)):
             num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
         stock_cache_blocks(request, num_computed_tokens)
 
@@ -51,9 +50,8 @@ def bind_prefix_cache_rules(
 
     def get_computed_blocks(request: Request) -> Any:
         nonlocal hit_cap
-        if is_sieved(request):
-            window = max(spec.observation_window for spec in specs)
-            hit_cap = max(0, min(start(request), request.num_prompt_tokens - window))
+        if any(starts(request)):
+            hit_cap = max(0, min(*starts(request), request.num_prompt_tokens - window))
         try:
             return stock_get_computed_blocks(request)
         finally:

@@ -14,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
 from kvsieve.core.report import SieveReport, SieveTotals
+from kvsieve.engine.allocation import bind_decode_shortcut
 from kvsieve.engine.manager import SievedManager
 from kvsieve.engine.prefix_cache import bind_prefix_cache_rules
 from kvsieve.engine.worker_report import SievedRow, take_rows
@@ -43,6 +44,7 @@ class SieveSchedulerMixin(_Base):
         )
         self.sieved_specs = tuple(dict.fromkeys(m.spec for m in self.sieved_managers))
         bind_prefix_cache_rules(self.kv_cache_manager, self.sieved_specs)
+        bind_decode_shortcut(self.kv_cache_manager)
         self._policy = SieveConfig.parse(self.vllm_config.additional_config[CONFIG_KEY]).policy
         self._layers = {"full": 0, "sieved": 0}
         for group in self.kv_cache_config.kv_cache_groups:

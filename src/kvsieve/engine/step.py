@@ -55,6 +55,30 @@ def sieved_view(spec: SievedAttentionSpec, rows: StepRows) -> SievedView:
     )
 
 
+@dataclass(frozen=True)
+class Shift:
+    """What the rows of a step lose in the groups of a spec.
+
+    Attributes:
+        columns: [num_rows, num_columns] int64, the columns of a block table that are left
+            of each row (past a row's end: any valid one); None if no row loses anything.
+        seq_lens: [num_rows] int32, what is left of each row's length, on the device.
+        seq_lens_cpu_upper_bound: The same on the host, if the runner gives it.
+        max_seq_len: The longest row that is left.
+    """
+
+    columns: torch.Tensor | None
+    seq_lens: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor | None
+    max_seq_len: int
+
+    def block_table(self, block_table: torch.Tensor) -> torch.Tensor:
+        """[num_rows, num_columns] int32, each row of a block table without its first blocks."""
+        if self.columns is None:
+            return block_table
+        return block_table.gather(1, self.columns)
+
+
 @dataclass
 class Step:
     """What is computed once per step and shared by all groups of sieved layers.
@@ -65,13 +89,15 @@ class Step:
         observation: Which query rows the layers copy; None if there are none.
         block_tables: Per cache group (keyed by its first layer), the unshifted block
             table of the step, [num_rows, max_blocks] int32, and the kernel's block size.
-        metadata: Attention metadata already built in this step, by view and builder.
+        shifts: What the rows lose, by spec and kernel block size.
+        metadata: Attention metadata already built in this step, by spec and builder.
     """
 
     rows: StepRows | None = None
     views: dict[SievedAttentionSpec, SievedView] = field(default_factory=dict)
     observation: Observation | None = None
     block_tables: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    shifts: dict[tuple[SievedAttentionSpec, int], Shift] = field(default_factory=dict)
     metadata: dict[Any, Any] = field(default_factory=dict)
 
     def view(self, spec: SievedAttentionSpec) -> SievedView:
@@ -82,6 +108,16 @@ class Step:
             view = self.views[spec] = sieved_view(spec, self.rows)
         return view
 
+    def shift(
+        self, spec: SievedAttentionSpec, common: CommonAttentionMetadata, block_size: int
+    ) -> Shift:
+        """What the rows lose in the groups of a spec, made on first use."""
+        key = (spec, block_size)
+        shift = self.shifts.get(key)
+        if shift is None:
+            shift = self.shifts[key] = row_shift(self.view(spec), common, block_size)
+        return shift
+
     def observe(self, observer: Observer, specs: tuple[SievedAttentionSpec, ...]) -> None:
         """Decide which of the step's queries belong to an observation window."""
         assert self.rows is not None
@@ -89,56 +125,47 @@ class Step:
         self.observation = observer.plan(self.rows, sieved)
 
 
-def shifted_metadata(
-    common: CommonAttentionMetadata, view: SievedView, block_size: int
-) -> CommonAttentionMetadata:
+def row_shift(view: SievedView, common: CommonAttentionMetadata, block_size: int) -> Shift:
+    """What the rows of a step lose in the groups of a view.
+
+    Args:
+        view: The view; rows of padding are not in it and lose nothing.
+        common: The step's metadata; only lengths are read.
+        block_size: Block size of the kernel's block tables, in tokens.
+    """
+    upper_bound = common.seq_lens_cpu_upper_bound
+    if view.is_stock:
+        return Shift(None, common.seq_lens, upper_bound, common.max_seq_len)
+    tokens = torch.zeros(common.num_reqs, dtype=torch.int32)
+    tokens[: len(view.start)] = torch.from_numpy(view.start)
+    max_seq_len = common.max_seq_len
+    if upper_bound is not None:
+        upper_bound = upper_bound - tokens
+        max_seq_len = int(upper_bound.max())
+    tokens = tokens.to(common.seq_lens.device)
+    width = common.block_table_tensor.shape[1]
+    num_columns = min(-(-max_seq_len // block_size), width)
+    columns = torch.arange(num_columns, device=tokens.device)
+    return Shift(
+        columns=(columns + (tokens // block_size)[:, None]).clamp_(max=width - 1),
+        seq_lens=common.seq_lens - tokens,
+        seq_lens_cpu_upper_bound=upper_bound,
+        max_seq_len=max_seq_len,
+    )
+
+
+def shifted_metadata(common: CommonAttentionMetadata, shift: Shift) -> CommonAttentionMetadata:
     """The step's metadata as the attention kernel of a sieved group must see it.
 
     A compacted row loses its leading blocks and as many tokens of its length; nothing
     else changes, because what is left lies at its own positions.
-
-    Args:
-        common: The step's metadata with the group's own block table.
-        view: The group's view; rows of padding are not in it and stay as they are.
-        block_size: Block size of `common.block_table_tensor`, in tokens.
     """
-    if view.is_stock:
+    if shift.columns is None:
         return common
-    device = common.seq_lens.device
-    num_rows = len(view.start)
-    shift = torch.zeros(common.num_reqs, dtype=torch.int64)
-    shift[:num_rows] = torch.from_numpy(view.start)
-    upper_bound = common.seq_lens_cpu_upper_bound
-    if upper_bound is not None:
-        upper_bound = upper_bound - shift.to(upper_bound.dtype)
-        max_seq_len = int(upper_bound.max())
-    else:
-        max_seq_len = common.max_seq_len
-    shift = shift.to(device)
     return common.replace(
-        seq_lens=common.seq_lens - shift.to(common.seq_lens.dtype),
-        seq_lens_cpu_upper_bound=upper_bound,
-        max_seq_len=max_seq_len,
-        block_table_tensor=shifted_block_table(
-            common.block_table_tensor, shift // block_size, -(-max_seq_len // block_size)
-        ),
+        seq_lens=shift.seq_lens,
+        seq_lens_cpu_upper_bound=shift.seq_lens_cpu_upper_bound,
+        max_seq_len=shift.max_seq_len,
+        block_table_tensor=shift.block_table(common.block_table_tensor),
         _num_computed_tokens_cache=None,
     )
-
-
-def shifted_block_table(
-    block_table: torch.Tensor, shift: torch.Tensor, num_columns: int
-) -> torch.Tensor:
-    """Each row of a block table without its first blocks.
-
-    Args:
-        block_table: [num_rows, max_blocks] int32.
-        shift: [num_rows] int64, blocks to leave out.
-        num_columns: Columns that the longest row needs.
-
-    Returns:
-        [num_rows, num_columns] int32; entries past a row's end are arbitrary valid ones.
-    """
-    width = block_table.shape[1]
-    columns = torch.arange(min(num_columns, width), device=block_table.device)
-    return block_table.gather(1, (columns + shift[:, None]).clamp_(max=width - 1))

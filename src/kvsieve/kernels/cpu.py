@@ -66,6 +66,8 @@ def window_sum(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.T
     grouped = query.float().mul(scale).view(window, num_kv_heads, group, head_size)
     grouped = grouped.permute(1, 2, 0, 3).reshape(num_kv_heads, group * window, head_size)
     num_old = num_tokens - window
+    if num_old == 0:
+        return torch.empty((num_kv_heads, group, 0), dtype=torch.float32, device=keys.device)
     future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
     heads_at_once = max(1, MAX_SCORE_BYTES // (group * window * num_tokens * 4))
     scores = torch.empty((num_kv_heads, group, num_old), dtype=torch.float32, device=keys.device)

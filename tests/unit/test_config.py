@@ -1,0 +1,94 @@
+"""The configuration: what is accepted, and what each mistake is answered with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvsieve import ConfigError, SieveConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"budgt": 3}, ["unknown setting 'budgt'", "did you mean 'budget'?"]),
+        ({"zzz": 3}, ["unknown setting 'zzz'", "known settings: policy, budget"]),
+        ({"budget": 0}, ["budget", "at least 1 token", "0"]),
+        ({"budget": -5}, ["budget", "at least 1 token", "-5"]),
+        ({"budget": "ten"}, ["budget", "'ten'", "'10%'"]),
+        ({"budget": "0%"}, ["above 0%"]),
+        ({"budget": "101%"}, ["at most 100%"]),
+        ({"budget": True}, ["budget", "True"]),
+        ({"budget": 1.5}, ["budget", "1.5"]),
+        ({"budget": None}, ["budget", "None"]),
+        ({"policy": "snapvk"}, ["policy", "'snapkv'", "snapvk"]),
+        ({"pool_size": 4}, ["pool_size", "odd", "try 5"]),
+        ({"pooling": "sum"}, ["pooling", "'max'", "sum"]),
+        ({"observation_window": 0}, ["observation_window", "0"]),
+        ({"num_sink_tokens": -1}, ["num_sink_tokens", "-1"]),
+        ({"full_layers": -1}, ["full_layers", "negative"]),
+        ({"full_layers": "3-1"}, ["full_layers", "'3-1'", "backwards"]),
+        ({"full_layers": "a"}, ["full_layers", "'a'", "range"]),
+        ({"full_layers": [1, -2]}, ["full_layers", "start at 0"]),
+        ({"min_budget": 500, "max_budget": 100}, ["min_budget (500)", "max_budget (100)"]),
+        ({"budget": 100, "min_budget": 200}, ["budget (100)", "min_budget (200)"]),
+        ({"budget": 300, "max_budget": 200}, ["budget (300)", "max_budget (200)"]),
+    ],
+)
+def test_a_mistake_is_named_with_what_to_do(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        SieveConfig.parse(settings)
+
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        SieveConfig.parse({"budget": 0, "pool_size": 2, "colour": "red"})
+
+    assert len(error.value.reasons) == 3
+    assert "for 3 reasons" in str(error.value)
+
+
+@pytest.mark.parametrize("settings", [None, [], "budget", 3])
+def test_settings_must_be_an_object(settings: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a JSON object"):
+        SieveConfig.parse(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (3, 3),
+        ("3", 3),
+        ("0-2", (0, 1, 2)),
+        ("0-2, 15", (0, 1, 2, 15)),
+        ([5, 1, 5], (1, 5)),
+    ],
+)
+def test_full_layers_in_every_form(given: Any, expected: Any) -> None:
+    assert SieveConfig.parse({"full_layers": given}).full_layers == expected
+
+
+def test_the_budget_rule_names_the_smallest_legal_budget() -> None:
+    config = SieveConfig.parse({"budget": 40})
+
+    with pytest.raises(ConfigError, match="smallest legal budget is 68"):
+        config.budget_rule(block_size=32)
+
+
+def test_a_share_is_clamped_to_the_smallest_legal_budget() -> None:
+    rule = SieveConfig.parse({"budget": "10%"}).budget_rule(block_size=32)
+
+    assert rule.tokens_for(100) == 68
+    assert rule.tokens_for(10_000) == 1000
+
+
+def test_every_setting_has_a_description_and_tokens_a_unit() -> None:
+    for name, field in SieveConfig.model_fields.items():
+        assert field.description, name
+        if name in {"budget", "min_budget", "max_budget", "observation_window", "pool_size"}:
+            assert "token" in field.description, name
