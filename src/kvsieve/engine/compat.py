@@ -44,6 +44,9 @@ _CORE = "vllm.v1.core"
 VLLM_SYMBOLS: tuple[VllmSymbol, ...] = (
     VllmSymbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "activation"),
     VllmSymbol("vllm.config", "VllmConfig", "activation"),
+    VllmSymbol(
+        "vllm.v1.engine.input_processor", "InputProcessor.process_inputs", "refusing requests"
+    ),
     VllmSymbol("vllm.entrypoints.cli.serve", "ServeSubcommand.cmd", "kvsieve serve"),
     VllmSymbol("vllm.entrypoints.cli.serve", "ServeSubcommand.subparser_init", "kvsieve serve"),
     VllmSymbol("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup", "kvsieve serve"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
@@ -13,7 +14,7 @@ CPU_BLOCK_SIZE = 32
 """Block size on CPUs unless the user chose one, in tokens. vLLM's 128 there would turn a
 budget of 256 into up to 383 stored tokens."""
 
-_PATCHED = "_kvsieve_patched"
+_WRAPPED = "_kvsieve_wrapped"
 
 
 def is_disabled() -> bool:
@@ -22,42 +23,69 @@ def is_disabled() -> bool:
 
 
 def register() -> None:
-    """Hook vLLM's configuration. Called by vLLM in every process, any number of times.
+    """Hook vLLM's configuration and its intake of requests.
 
-    The only thing that is replaced is `EngineArgs.create_engine_config`, and the
-    replacement passes through unless `additional_config` has a `kvsieve` key.
+    vLLM calls this in every process, any number of times. The two functions that are
+    wrapped pass through unless `additional_config` has a `kvsieve` key.
     """
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.input_processor import InputProcessor
 
-    if getattr(EngineArgs.create_engine_config, _PATCHED, False):
+    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+    _wrap(InputProcessor, "process_inputs", _process_inputs)
+
+
+def is_configured(additional_config: Any) -> bool:
+    """Whether vLLM's `additional_config` asks for the sieve, and nothing switches it off."""
+    return (
+        isinstance(additional_config, dict)
+        and CONFIG_KEY in additional_config
+        and not is_disabled()
+    )
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    stock = getattr(owner, name)
+    if getattr(stock, _WRAPPED, False):
         return
-    stock = EngineArgs.create_engine_config
 
     @functools.wraps(stock)
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        additional = self.additional_config
-        if not isinstance(additional, dict) or CONFIG_KEY not in additional:
-            return stock(self, *args, **kwargs)
-        if is_disabled():
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(stock, self, *args, **kwargs)
+
+    setattr(wrapped, _WRAPPED, True)
+    setattr(owner, name, wrapped)
+
+
+def _create_engine_config(
+    stock: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """`EngineArgs.create_engine_config`, with the sieve switched on where it is configured."""
+    additional = engine_args.additional_config
+    if not is_configured(additional):
+        if isinstance(additional, dict) and CONFIG_KEY in additional:
             logging.getLogger("vllm.kvsieve").warning(
                 "kvsieve: KVSIEVE_DISABLE is set, so this is stock vLLM with the full KV cache"
             )
-            return stock(self, *args, **kwargs)
-        config = SieveConfig.parse(additional[CONFIG_KEY])
-        _set_block_size(self)
-        vllm_config = stock(self, *args, **kwargs)
-        activate(vllm_config, config)
-        return vllm_config
-
-    setattr(create_engine_config, _PATCHED, True)
-    EngineArgs.create_engine_config = create_engine_config
-
-
-def _set_block_size(engine_args: Any) -> None:
+        return stock(engine_args, *args, **kwargs)
     from vllm.platforms import current_platform
 
+    config = SieveConfig.parse(additional[CONFIG_KEY])
     if current_platform.is_cpu() and engine_args.block_size is None:
         engine_args.block_size = CPU_BLOCK_SIZE
+    vllm_config = stock(engine_args, *args, **kwargs)
+    activate(vllm_config, config)
+    return vllm_config
+
+
+def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
+    """`InputProcessor.process_inputs`, refusing requests that the sieve cannot serve."""
+    if kwargs.get("resumable") and is_configured(processor.vllm_config.additional_config):
+        raise ValueError(
+            "streaming input is not served together with kvsieve: a prompt that grows would move"
+            " the start of what is kept; send the whole prompt in one request"
+        )
+    return stock(processor, *args, **kwargs)
 
 
 def activate(vllm_config: Any, config: SieveConfig) -> None:
