@@ -24,6 +24,7 @@ class Generated:
         kept: Positions chosen before the window, per layer number.
         finish_reason: vLLM's.
         text: The generated text; empty without a tokenizer.
+        prompt_logprobs: Log-probability of each prompt token after the first, if asked for.
     """
 
     token_ids: list[int]
@@ -32,6 +33,7 @@ class Generated:
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     finish_reason: str | None = None
     text: str = ""
+    prompt_logprobs: list[float] | None = None
 
 
 def make_engine(name: str, model: str, settings: dict[str, Any] | None, **kwargs: Any) -> None:
@@ -143,4 +145,11 @@ def as_generated(output: Any, kept: dict[int, torch.Tensor]) -> Generated:
         kept=kept,
         finish_reason=completion.finish_reason,
         text=completion.text,
+        prompt_logprobs=output.prompt_logprobs
+        and [
+            step[token].logprob
+            for step, token in zip(
+                output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True
+            )
+        ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -107,6 +108,44 @@ def test_random_traffic_on_v2(v2_host: EngineHost, tiny_llama: str, oracle: Orac
     start_engine(v2_host, tiny_llama, 96, 120, 110)
     traffic = Traffic(5, num_requests=6, max_output=6, max_prompt=400)
     check_round(oracle, v2_host.call(run_traffic, "fuzz", traffic), 96)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_much_random_traffic_on_v1(
+    v1_host: EngineHost, tiny_llama: str, oracle: Oracle, seed: int
+) -> None:
+    check_random_round(v1_host, tiny_llama, oracle, seed, num_requests=25, max_output=60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(200, 206))
+def test_much_random_traffic_on_v2(
+    v2_host: EngineHost, tiny_llama: str, oracle: Oracle, seed: int
+) -> None:
+    check_random_round(v2_host, tiny_llama, oracle, seed, num_requests=8, max_output=12)
+
+
+def check_random_round(
+    host: EngineHost, model: str, oracle: Oracle, seed: int, *, num_requests: int, max_output: int
+) -> None:
+    """A round in which everything is drawn: budget, chunks, pool, prefixes, aborts."""
+    draw = random.Random(seed)
+    budget = draw.choice([68, 96, 100, 160, 255])
+    chunk = draw.choice([17, 31, 33, 64, 150, 300])
+    # 51 blocks are the least that a request of 544 tokens needs.
+    pool = draw.choice([54, 70, 120, 400])
+    start_engine(host, model, budget, chunk, pool, enable_prefix_caching=draw.random() < 0.5)
+    traffic = Traffic(
+        seed,
+        num_requests=num_requests,
+        max_prompt=draw.choice([120, 300, 500]),
+        max_output=draw.choice([4, max_output]),
+        arrival_chance=draw.choice([0.1, 0.5, 1.0]),
+        abort_chance=draw.choice([0.0, 0.05]),
+        shared_prefix=draw.choice([0, 60, 200]),
+    )
+    check_round(oracle, host.call(run_traffic, "fuzz", traffic), budget)
 
 
 @pytest.fixture

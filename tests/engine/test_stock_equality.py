@@ -23,6 +23,22 @@ OPTIONS = {
 SAMPLING = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
 
 
+def test_prompt_logprobs_are_stocks_even_when_sieved(v1_host: EngineHost, tiny_llama: str) -> None:
+    # The prompt is read with the full cache; the sieve comes after.
+    prompts = [random_prompt(length, length) for length in (400, 290)]
+    sampling = {**SAMPLING, "prompt_logprobs": 0}
+    outcomes = {}
+    for name, settings in (("stock", None), ("sieved", {"budget": 96, "full_layers": 2})):
+        v1_host.call(make_engine, name, tiny_llama, settings, **OPTIONS)
+        outcomes[name] = v1_host.call(generate, name, prompts, sampling)
+        v1_host.call(drop_engine, name)
+
+    for stock, sieved in zip(outcomes["stock"], outcomes["sieved"], strict=True):
+        assert sieved.report["sieved"] is True
+        assert sieved.prompt_logprobs == stock.prompt_logprobs
+        assert sieved.token_ids[0] == stock.token_ids[0]
+
+
 def test_budget_of_prompt_or_more_is_bit_equal_to_stock(host: EngineHost, tiny_llama: str) -> None:
     prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     outcomes = {}

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -55,6 +56,23 @@ class SieveSchedulerMixin(_Base):
         self._rows: dict[str, SievedRow] = {}
         self._totals = SieveTotals()
         self._next_log = 0.0
+        self._log_capacity()
+
+    def _log_capacity(self) -> None:
+        """Say how many long requests fit; vLLM's own line knows nothing of the sieve."""
+        longest = self.max_model_len
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        read = sum(cdiv(longest, manager.block_size) for manager in managers)
+        freed = sum(m.spec.start(longest) // m.block_size for m in self.sieved_managers)
+        logger.info(
+            "kvsieve: a prompt of %d tokens needs %d blocks while it is read and %d once it is"
+            " sieved; %.1f such requests fit in %d blocks",
+            longest,
+            read,
+            read - freed,
+            1 + (self.kv_cache_config.num_blocks - read) / (read - freed),
+            self.kv_cache_config.num_blocks,
+        )
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, after freeing what the processed steps have sieved.
