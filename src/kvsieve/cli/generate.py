@@ -16,6 +16,7 @@ from kvsieve.core.errors import ConfigError
 
 
 def generate(
+    context: typer.Context,
     model: str = typer.Argument(help="Model to run, as vLLM takes it."),
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     prompt_file: Annotated[
@@ -43,15 +44,7 @@ def generate(
         raise ConfigError(["give either --prompt or --prompt-file"])
     if prompt is None:
         prompt = sys.stdin.read() if str(prompt_file) == "-" else _read(prompt_file)
-    settings = options.given(
-        policy=policy,
-        budget=budget,
-        full_layers=full_layers,
-        observation_window=observation_window,
-        pool_size=pool_size,
-        pooling=pooling,
-        num_sink_tokens=num_sink_tokens,
-    )
+    settings = options.given_settings(context)
     SieveConfig.parse(settings)
     from kvsieve.engine.entrypoint import generate_once
 

@@ -27,6 +27,7 @@ Pooling = Annotated[str | None, _option("pooling")]
 NumSinkTokens = Annotated[int | None, _option("num_sink_tokens")]
 
 
-def given(**settings: Any) -> dict[str, Any]:
-    """The settings that were given on the command line."""
-    return {name: value for name, value in settings.items() if value is not None}
+def given_settings(context: typer.Context) -> dict[str, Any]:
+    """The settings of the sieve that were given on the command line, by field name."""
+    values = {name: context.params.get(name) for name in SieveConfig.model_fields}
+    return {name: value for name, value in values.items() if value is not None}

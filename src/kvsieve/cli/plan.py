@@ -14,6 +14,7 @@ from kvsieve.core.config import SieveConfig
 
 
 def plan(
+    context: typer.Context,
     model: str = typer.Argument(help="Model folder or name; only its config.json is read."),
     prompt_tokens: Annotated[
         int, typer.Option(help="Prompt length to plan for, in tokens.", min=1)
@@ -40,17 +41,7 @@ def plan(
     num_sink_tokens: options.NumSinkTokens = None,
 ) -> None:
     """Show layers, cache groups, padding, bytes per request and requests that fit."""
-    config = SieveConfig.parse(
-        options.given(
-            policy=policy,
-            budget=budget,
-            min_budget=min_budget,
-            max_budget=max_budget,
-            full_layers=full_layers,
-            observation_window=observation_window,
-            num_sink_tokens=num_sink_tokens,
-        )
-    )
+    config = SieveConfig.parse(options.given_settings(context))
     from kvsieve.planning.plan import plan_model
 
     facts = plan_model(

@@ -26,17 +26,7 @@ def serve(
     Every other option is passed on to `vllm serve` as it is. Listens on loopback
     unless `--host` says otherwise.
     """
-    settings = options.given(
-        policy=policy,
-        budget=budget,
-        min_budget=min_budget,
-        max_budget=max_budget,
-        full_layers=full_layers,
-        observation_window=observation_window,
-        pool_size=pool_size,
-        pooling=pooling,
-        num_sink_tokens=num_sink_tokens,
-    )
+    settings = options.given_settings(context)
     SieveConfig.parse(settings)
     from kvsieve.engine.entrypoint import run_server
 

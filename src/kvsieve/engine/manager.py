@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
@@ -10,18 +10,19 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
-if TYPE_CHECKING:
-    from kvsieve.engine.spec import SievedAttentionSpec
-
 
 class SievedManager(SingleTypeKVCacheManager):
     """Frees the leading blocks of a request once its prompt has been processed.
 
     Blocks are freed on processed token counts only (vLLM passes those): a step in
     flight may still read the whole prompt.
+
+    Args:
+        kv_cache_spec: The group's `SievedAttentionSpec`, whose module registers this class.
+        kwargs: As vLLM passes them.
     """
 
-    def __init__(self, kv_cache_spec: SievedAttentionSpec, **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.spec = kv_cache_spec
         self._freed: dict[str, int] = {}

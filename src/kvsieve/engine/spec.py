@@ -6,7 +6,7 @@ in another process imports its module, so wherever a spec arrives it is register
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
@@ -71,20 +71,9 @@ def sieved_spec(
     stock: FullAttentionSpec, budget: BudgetRule, observation_window: int
 ) -> SievedAttentionSpec:
     """The sieved spec of a layer whose stock spec is full attention."""
+    common = {field.name: getattr(stock, field.name) for field in fields(AttentionSpec)}
     return SievedAttentionSpec(
-        block_size=stock.block_size,
-        dcp_sharded=stock.dcp_sharded,
-        block_stride_alignment=stock.block_stride_alignment,
-        max_tp_shards=stock.max_tp_shards,
-        num_kv_heads=stock.num_kv_heads,
-        head_size=stock.head_size,
-        head_size_v=stock.head_size_v,
-        dtype=stock.dtype,
-        kv_quant_mode=stock.kv_quant_mode,
-        page_size_padded=stock.page_size_padded,
-        num_head_slots=stock.num_head_slots,
-        state_content_bytes=stock.state_content_bytes,
-        tokens_per_state=stock.tokens_per_state,
+        **common,
         budget=budget,
         observation_window=observation_window,
         manager_block_size=stock.block_size,
