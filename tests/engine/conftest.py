@@ -25,12 +25,6 @@ def v2_host() -> Iterator[EngineHost]:
     host.close()
 
 
-@pytest.fixture(scope="session", params=["v1", "v2"])
-def host(request: pytest.FixtureRequest) -> EngineHost:
-    """Each model runner in turn."""
-    return request.getfixturevalue(f"{request.param}_host")
-
-
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
