@@ -159,8 +159,11 @@ def _attention(
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """`_attention` builds its own masks. Without an entry of its name Transformers would hand out
-    None as well, but by an accident of its lookup; this says so on purpose."""
+    """No mask: `_attention` builds its own.
+
+    Without an entry of its name Transformers would hand out None as well, but by an accident of
+    its lookup; this says so on purpose.
+    """
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)

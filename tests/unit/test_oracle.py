@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from oracle.snapkv_formula import select_kept, snapkv_scores
-from oracle.snapkv_oracle import Oracle, kept_difference, sieve_start
+from tests.oracle.snapkv_formula import select_kept, snapkv_scores
+from tests.oracle.snapkv_oracle import Oracle, kept_difference, sieve_start
 
 VOCAB = 97
 SHAPE = {
@@ -296,7 +292,7 @@ def test_sliding_window_layers_are_left_alone():
 
 def test_prefill_in_slices_equals_one_slice(monkeypatch):
     whole = run_small()
-    monkeypatch.setattr("oracle.snapkv_oracle.PREFILL_ROWS", 7)
+    monkeypatch.setattr("tests.oracle.snapkv_oracle.PREFILL_ROWS", 7)
     sliced = run_small()
     torch.testing.assert_close(sliced.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
     assert all(torch.equal(sliced.kept[layer], whole.kept[layer]) for layer in whole.kept)
@@ -351,19 +347,20 @@ def test_kept_difference():
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "words"),
     [
-        {"budget_tokens": 7, "block_size": 1, "num_sink_tokens": 0},  # window does not fit
-        {"budget_tokens": 9, "block_size": 1},  # the second sink does not fit
-        {"full_layers": {3}},
-        {"pool_size": 4},
-        {"pooling": "median"},
-        {"max_new_tokens": 0},
-        {"forced_tokens": [1]},
+        # The window does not fit, then the second sink.
+        ({"budget_tokens": 7, "block_size": 1, "num_sink_tokens": 0}, "cannot hold a window"),
+        ({"budget_tokens": 9, "block_size": 1}, "cannot hold a window"),
+        ({"full_layers": {3}}, "no such layers"),
+        ({"pool_size": 4}, "must be odd"),
+        ({"pooling": "median"}, "pooling must be"),
+        ({"max_new_tokens": 0}, "at least one"),
+        ({"forced_tokens": [1]}, "forced tokens for"),
     ],
 )
-def test_refuses(overrides):
-    with pytest.raises(ValueError):
+def test_refuses(overrides, words):
+    with pytest.raises(ValueError, match=words):
         run_small(**overrides)
 
 
