@@ -116,7 +116,10 @@ def ensure_demo_model(console: Console) -> Path:
         if not is_complete(folder):
             started = time.monotonic()
             _build(gguf, folder)
-            console.print(f"Converted {MODEL_NAME} in {time.monotonic() - started:.0f} s: {folder}", soft_wrap=True)
+            console.print(
+                f"Converted {MODEL_NAME} in {time.monotonic() - started:.0f} s: {folder}",
+                soft_wrap=True,
+            )
     return folder
 
 
