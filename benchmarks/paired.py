@@ -19,7 +19,7 @@ from pairing import decode, host, overhead, scoring, throughput
 from pairing.arm import BenchmarkError, Lab, prepare_environment
 from pairing.provenance import provenance, source_hash
 from pairing.tables import print_host, print_summary
-from pairing.workload import FULL, QUICK, Options, read_shape
+from pairing.workload import FULL, POOLS, QUICK, Options, read_shape
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +46,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", metavar="FOLDER", help="model (default: the demonstration's)")
     parser.add_argument(
         "--budget", type=_positive, default=256, metavar="TOKENS", help="budget (default: 256)"
+    )
+    parser.add_argument(
+        "--pool",
+        choices=POOLS,
+        help="with throughput: one pool only (default: both)",
     )
     parser.add_argument(
         "--threads",
@@ -99,6 +104,7 @@ def resolve(arguments: argparse.Namespace, console: Console) -> Options:
         budget=arguments.budget,
         seed=arguments.seed,
         profile=arguments.profile,
+        pools=(arguments.pool,) if arguments.pool else POOLS,
     )
 
 

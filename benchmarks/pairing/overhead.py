@@ -32,7 +32,8 @@ def measure(lab: Lab, options: Options) -> dict[str, Any]:
     repeats = []
     for repeat in range(total):
         prompts, outputs = options.batch("overhead", repeat)
-        steps = _by_turns(options, arms, prompts, outputs, repeat)
+        turns = _by_turns(options, arms, prompts, outputs, repeat)
+        steps = {arm.name: [step for turn in turns[arm.name] for step in turn] for arm in arms}
         finished = [arm.call("take_finished") for arm in arms]
         require_equal(*finished, other)
         require_not_sieved(other, finished[1])
@@ -48,6 +49,7 @@ def measure(lab: Lab, options: Options) -> dict[str, Any]:
                 "output_tokens": outputs,
                 "arms": sums,
                 "ratios": ratios,
+                "turn_ratios": _turn_ratios(turns[other.name], turns[stock.name]),
             }
         )
     summary: dict[str, Any] = {
@@ -58,6 +60,9 @@ def measure(lab: Lab, options: Options) -> dict[str, Any]:
     for part in ("prefill", "decode"):
         summary[f"{part}, CPU, budget >= prompt/stock"] = spread(
             [repeat["ratios"][f"{part}_cpu_s"] for repeat in repeats]
+        )
+        summary[f"{part}, the same, turn by turn"] = spread(
+            [ratio for repeat in repeats for ratio in repeat["turn_ratios"][part]]
         )
     return {
         "settings": {"pool_bytes": pool, "budget": budget},
@@ -74,19 +79,31 @@ def _by_turns(
     prompts: list[list[int]],
     outputs: list[int],
     repeat: int,
-) -> dict[str, list[StepRecord]]:
+) -> dict[str, list[list[StepRecord]]]:
+    """The steps of each arm, turn by turn."""
     for arm in arms:
         arm.call("submit", prompts, outputs)
-    steps: dict[str, list[StepRecord]] = {arm.name: [] for arm in arms}
+    turns: dict[str, list[list[StepRecord]]] = {arm.name: [] for arm in arms}
     turn = repeat
     while True:
         decoding = arms[0].call("is_decoding")
         for arm in alternating(arms, turn):
             taken = arm.call("steps", limit=options.sizes.decode_steps if decoding else 1)
-            steps[arm.name].extend(taken)
+            turns[arm.name].append(taken)
         if not taken:
-            return steps
+            return turns
         turn += 1
+
+
+def _turn_ratios(
+    other: list[list[StepRecord]], stock: list[list[StepRecord]]
+) -> dict[str, list[float]]:
+    ratios: dict[str, list[float]] = {"prefill": [], "decode": []}
+    for ours, theirs in zip(other, stock, strict=True):
+        if theirs:
+            part = "prefill" if theirs[0].prompt_tokens else "decode"
+            ratios[part].append(_sums(ours)["cpu_s"] / _sums(theirs)["cpu_s"])
+    return ratios
 
 
 def _sums(steps: list[StepRecord]) -> dict[str, float]:

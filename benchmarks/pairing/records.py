@@ -61,9 +61,14 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def verdict(summary: dict[str, float], at_most: float) -> dict[str, Any]:
-    """A summary with its aim and whether the median meets it."""
-    return {**summary, "aim": f"<= {at_most:g}", "met": summary["median"] <= at_most}
+def verdict(
+    summary: dict[str, float], *, at_most: float | None = None, at_least: float | None = None
+) -> dict[str, Any]:
+    """A summary with its aim, a bound on one side, and whether the median meets it."""
+    if at_most is not None:
+        return {**summary, "aim": f"<= {at_most:g}", "met": summary["median"] <= at_most}
+    assert at_least is not None, "an aim needs a bound"
+    return {**summary, "aim": f">= {at_least:g}", "met": summary["median"] >= at_least}
 
 
 def held(blocks_held: float, description: dict[str, Any]) -> dict[str, float]:

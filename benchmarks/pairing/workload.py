@@ -14,6 +14,10 @@ KERNEL_BYTES = 4
 """Bytes of a float32."""
 
 
+POOLS = ("tight", "plentiful")
+"""Pools of the throughput measurement."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What of a model's configuration the memory for its cache depends on.
@@ -115,6 +119,7 @@ class Options:
         budget: `budget` of the sieved arm, in tokens.
         seed: Seed of prompts and lengths.
         profile: Whether to profile the host time too.
+        pools: Pools of the throughput measurement.
     """
 
     model: str
@@ -123,6 +128,7 @@ class Options:
     budget: int
     seed: int
     profile: bool
+    pools: tuple[str, ...] = POOLS
 
     def random(self, *place: object) -> random.Random:
         """A generator that depends on the seed and on where it is used, on nothing else."""
