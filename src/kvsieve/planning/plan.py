@@ -150,20 +150,24 @@ def read_shape(model: str) -> ModelShape:
         ConfigError: There is no readable configuration, or it lacks the attention's shape.
     """
     config = _read_config(model)
-    # Multimodal models keep the language model's settings one level down.
-    config = config.get("text_config", config)
     try:
-        num_layers = int(config["num_hidden_layers"])
-        num_heads = int(config["num_attention_heads"])
-        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-        head_size = int(config.get("head_dim") or config["hidden_size"] // num_heads)
-    except KeyError as error:
+        return _shape_of(config)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
             [
-                f"the configuration of {model} has no {error}; kvsieve plans decoder-only"
-                " Transformers"
+                f"the configuration of {model} is not that of a decoder-only Transformer:"
+                f" {type(error).__name__}: {error}"
             ]
         ) from None
+
+
+def _shape_of(config: dict[str, Any]) -> ModelShape:
+    # Multimodal models keep the language model's settings one level down.
+    config = config.get("text_config") or config
+    num_layers = int(config["num_hidden_layers"])
+    num_heads = int(config["num_attention_heads"])
+    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    head_size = int(config.get("head_dim") or config["hidden_size"] // num_heads)
     windowed = set(_windowed_layers(config, num_layers))
     layers = range(num_layers)
     return ModelShape(
@@ -192,9 +196,9 @@ def _read_config(model: str) -> dict[str, Any]:
     path = Path(model).expanduser() / "config.json"
     if path.is_file():
         try:
-            return dict(json.loads(path.read_text()))
-        except json.JSONDecodeError as error:
-            raise ConfigError([f"{path} is not valid JSON: {error}"]) from None
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ConfigError([f"{path} is not a JSON object: {error}"]) from None
     if Path(model).expanduser().is_dir():
         raise ConfigError([f"the folder {model} has no config.json"])
     try:
