@@ -177,7 +177,8 @@ def drop_broken_companions() -> None:
         check = run_python(COMPANIONS[name])
         if check.returncode != 0:
             reason = (check.stdout.strip().splitlines() or ["no message"])[-1]
-            say(f"  removing {name}, which text models do not need: {reason[:120]}")
+            LOG.open("a").write(f"{name} {version}: {reason}\n")
+            say(f"  removing it: this build does not fit the torch, and text models need no {name}")
             if not pip("uninstall", "--yes", name)[0]:
                 fail(f"could not uninstall {name}; see {LOG.relative_to(ROOT)}")
     check = run_python(LLAMA)

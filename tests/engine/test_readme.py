@@ -28,7 +28,9 @@ def blocks(kind: str) -> list[str]:
 def commands(block: str) -> list[str]:
     """The commands of a shell block, continued lines joined and comments dropped."""
     lines = block.replace("\\\n", " ").splitlines()
-    return [line.split("   #")[0].strip() for line in lines if line.strip()]
+    return [
+        line.split("   #")[0].strip() for line in lines if line.strip() and not line.startswith("#")
+    ]
 
 
 def environment(model: str) -> dict[str, str]:
@@ -68,11 +70,7 @@ def test_the_servers_serve(real_model: str, tmp_path: Path, number: int) -> None
     (line,) = commands(blocks("sh serve")[number])
     words = shlex.split(line.replace("$MODEL", real_model))
     program = str(Path(sys.executable).parent / words[0])
-    # The README leaves compilation on; it takes minutes and has tests of its own.
-    server = Server(
-        [program, *words[1:], "--port", str(port), "--enforce-eager"], port, tmp_path / "log"
-    )
-    with server:
+    with Server([program, *words[1:], "--port", str(port)], port, tmp_path / "log") as server:
         (client,) = blocks("sh client")
         done = subprocess.run(
             client.replace("8000", str(port)),
@@ -111,5 +109,20 @@ def test_the_response_shown_has_the_fields_of_the_report() -> None:
     from kvsieve import SieveReport
 
     (shown,) = blocks("json")
-    report = json.loads(shown.split(":", 1)[1].rsplit("}", 1)[0])["kvsieve"]
+    report = json.loads(f"{{{shown}}}")["kv_transfer_params"]["kvsieve"]
     assert list(report) == [field.name for field in fields(SieveReport)]
+
+
+def test_the_python_program_runs(real_model: str, tmp_path: Path) -> None:
+    (program,) = blocks("python")
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=ROOT,
+        env=environment(real_model),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "'sieved': True" in done.stdout

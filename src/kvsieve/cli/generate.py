@@ -30,6 +30,9 @@ def generate(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest context, in tokens.", show_default=False)
     ] = None,
+    kv_cache_gib: Annotated[
+        float, typer.Option(help="Memory for the KV cache, in GiB.", min=0.01, max=1e6)
+    ] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     policy: options.Policy = None,
     budget: options.Budget = None,
@@ -46,6 +49,7 @@ def generate(
         raise typer.BadParameter("give either --prompt or --prompt-file")
     if prompt is None:
         prompt = sys.stdin.read() if str(prompt_file) == "-" else _read(prompt_file)
+    options.check_model(model)
     settings = options.given_settings(context)
     SieveConfig.parse(settings)
     from kvsieve.engine.entrypoint import generate_once
@@ -61,6 +65,7 @@ def generate(
                 max_tokens=max_tokens,
                 dtype=dtype,
                 max_model_len=max_model_len,
+                kv_cache_bytes=int(kv_cache_gib * 2**30),
             )
     except KvsieveError:
         raise
@@ -71,7 +76,8 @@ def generate(
         print(json.dumps({"text": answer.text, "kvsieve": answer.report}))
         return
     print(answer.text)
-    errors.print(f"kvsieve: {json.dumps(answer.report)}", highlight=False, soft_wrap=True)
+    report = json.dumps(answer.report) if answer.report else "switched off by KVSIEVE_DISABLE"
+    errors.print(f"kvsieve: {report}", highlight=False, soft_wrap=True)
 
 
 def _read(path: Path | None) -> str:

@@ -43,6 +43,7 @@ def plan(
     num_sink_tokens: options.NumSinkTokens = None,
 ) -> None:
     """Show layers, cache groups, padding, bytes per request and requests that fit."""
+    options.check_model(model)
     config = SieveConfig.parse(options.given_settings(context))
     from kvsieve.planning.plan import plan_model
 
@@ -73,6 +74,7 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
         f"{budget['nominal']} tokens nominal, {budget['stored']} stored of"
         f" {facts['prompt_tokens']} (block size {facts['block_size']})",
     )
+    table.add_row("cached numbers", f"{facts['kv_bytes']} bytes each (--kv-bytes)")
     table.add_row(
         "cache groups",
         f"{groups['count']} of {groups['layers_each']} layers,"

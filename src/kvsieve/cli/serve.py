@@ -26,6 +26,7 @@ def serve(
     Every other option is passed on to `vllm serve` as it is. Listens on loopback
     unless `--host` says otherwise.
     """
+    options.check_model(model)
     settings = options.given_settings(context)
     SieveConfig.parse(settings)
     from kvsieve.engine.entrypoint import run_server

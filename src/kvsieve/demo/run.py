@@ -58,6 +58,7 @@ def run_demo(
     model = ensure_demo_model(log)
     prompt = demo_prompt()
     console.print(f"A question about a report of some 3,000 tokens: [bold]{QUESTION}[/bold]\n")
+    log.print("Two servers are started one after the other; this takes about two minutes.")
 
     measured = {}
     for name, tokens in ((FULL, None), (SIEVED, budget)):
@@ -128,7 +129,9 @@ def _table(full: Measured, sieved: Measured, layers: int) -> Table:
     counts = proof.get("layers", {})
     table = Table(
         title=f"{MODEL_NAME}, one request",
-        caption="One run of each on this machine: the times vary from run to run.",
+        caption="One run of each: the times vary. Blocks differ in size, so compare MiB: a prompt"
+        " is read into a full cache, and what is not needed is given back before the answer. One"
+        " request alone gains memory; a batch of them also gains speed (docs/benchmarks.md).",
         title_justify="left",
         caption_justify="left",
     )

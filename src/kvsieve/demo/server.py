@@ -248,6 +248,10 @@ def running(
             server.start(serve_command(model, port, budget), _STOCK_ENV if budget is None else _ENV)
             server.wait_until_healthy(console)
             yield server
+        except KeyboardInterrupt:
+            console.print(f"\nInterrupted: stopping the {name} server")
+            server.log.unlink(missing_ok=True)
+            raise
         except BaseException as error:
             if str(server.log) not in str(error):
                 console.print(f"The log of the {name} server: {server.log}", soft_wrap=True)

@@ -95,6 +95,7 @@ def generate_once(
     max_tokens: int,
     dtype: str,
     max_model_len: int | None,
+    kv_cache_bytes: int,
 ) -> Answer:
     """Generate greedily from one prompt with a sieved KV cache.
 
@@ -106,7 +107,11 @@ def generate_once(
         max_tokens: Most tokens to generate.
         dtype: Type of weights and cache, as vLLM's `--dtype`.
         max_model_len: Longest context in tokens; None for the model's own.
+        kv_cache_bytes: Memory for the KV cache, in bytes. vLLM's own default is nearly
+            all that the machine has.
     """
+    # Data on stdout, logs on stderr; vLLM reads this when it is imported.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     _allow_plugin()
     register()
     from vllm import LLM, SamplingParams
@@ -115,6 +120,9 @@ def generate_once(
         model,
         dtype=dtype,
         max_model_len=max_model_len,
+        kv_cache_memory_bytes=kv_cache_bytes,
+        # Compiling takes minutes and pays only for many answers.
+        enforce_eager=True,
         additional_config={CONFIG_KEY: settings},
     )
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)

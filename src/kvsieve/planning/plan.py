@@ -88,6 +88,7 @@ def plan_model(
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "block_size": block_size,
+        "kv_bytes": kv_bytes,
         "pool_bytes": pool_bytes,
         "layers": {
             "full": list(layer_plan.full),
