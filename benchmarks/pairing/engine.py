@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from pairing.arm import ArmSpec
 from pairing.meter import Meter, cpu_meter, host_meter
 from pairing.records import RequestRecord, StepRecord
+from pairing.spec import ArmSpec
 
 Until = Literal["idle", "decoding"]
 

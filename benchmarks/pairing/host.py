@@ -7,9 +7,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from pairing.arm import Arm, ArmSpec, Lab, alternating
+from pairing.arm import Arm, Lab, alternating
 from pairing.gate import pass_gate
 from pairing.records import spread
+from pairing.spec import ArmSpec
 from pairing.workload import ModelShape, Options, read_shape
 
 BUDGET = 64

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from pairing.arm import ArmSpec
+from pairing.spec import ArmSpec
 
 KERNEL_BYTES = 4
 """Bytes of a float32."""
