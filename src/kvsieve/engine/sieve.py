@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvsieve.engine.backends import adapter_for
@@ -18,8 +17,6 @@ from kvsieve.engine.spec import SievedAttentionSpec
 from kvsieve.engine.step import Step
 from kvsieve.engine.worker_report import SievedRow
 from kvsieve.policies import Policy
-
-logger = init_logger("vllm.kvsieve.sieve")
 
 
 @dataclass(frozen=True)
