@@ -53,7 +53,9 @@ def test_make_knows_the_target(target: str) -> None:
 
 def test_the_verbs_run(real_model: str) -> None:
     lines = [
-        line for line in commands(blocks("sh")[1]) if not line.startswith((". .venv", "MODEL="))
+        line
+        for line in commands(blocks("sh")[1])
+        if not line.startswith((". .venv", "export MODEL="))
     ]
     assert [line.split()[1] for line in lines] == ["doctor", "plan", "generate"]
     for line in lines:
@@ -62,6 +64,7 @@ def test_the_verbs_run(real_model: str) -> None:
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr[-3000:]}"
     assert '"sieved": true' in done.stderr
+    assert "DEC and Xerox" in done.stdout
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["kvsieve-serve", "plain-vllm"])
@@ -126,3 +129,4 @@ def test_the_python_program_runs(real_model: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "'sieved': True" in done.stdout
+    assert "DEC and Xerox" in done.stdout
