@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
 from kvsieve.core.errors import ConfigError
@@ -43,7 +43,8 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
     config = SieveConfig.parse(vllm_config.additional_config[CONFIG_KEY])
     block_size = vllm_config.cache_config.block_size
     rule = config.budget_rule(block_size)
-    sievable, untouched = _classify_layers(vllm_config)
+    context = vllm_config.compilation_config.static_forward_context
+    sievable, untouched = _classify_layers(context, vllm_config)
     plan = make_plan(
         tuple(extract_layer_index(name) for name in sievable),
         tuple(extract_layer_index(name) for name in untouched),
@@ -54,7 +55,6 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
         for name, (module, _) in sievable.items()
         if extract_layer_index(name) in set(plan.sieved)
     }
-    context = vllm_config.compilation_config.static_forward_context
     _refuse(modules, context.values(), block_size)
 
     layers = [
@@ -84,32 +84,26 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
 
 
 def _classify_layers(
-    vllm_config: VllmConfig,
-) -> tuple[dict[str, tuple[Any, FullAttentionSpec]], dict[str, KVCacheSpec | None]]:
+    context: dict[str, Any], vllm_config: VllmConfig
+) -> tuple[dict[str, tuple[Any, FullAttentionSpec]], list[str]]:
     """Attention layers in model order: those with plain full attention, and all others.
 
     Decided from the cache specs, so that sliding-window, MLA and KV-sharing layers of
     any model stay as they are.
     """
-    context = vllm_config.compilation_config.static_forward_context
     sievable: dict[str, tuple[Any, FullAttentionSpec]] = {}
-    untouched: dict[str, KVCacheSpec | None] = {}
+    untouched: list[str] = []
     for name, module in context.items():
         if not hasattr(module, "get_kv_cache_spec"):
             continue
         spec = None
         if not getattr(module, "kv_sharing_target_layer_name", None):
             spec = module.get_kv_cache_spec(vllm_config)
-        plain = (
-            isinstance(module, Attention)
-            and isinstance(spec, FullAttentionSpec)
-            and type(spec) is FullAttentionSpec
-            and not isinstance(spec, MLAAttentionSpec)
-        )
-        if plain:
+        # The class itself: MLA's spec and others derive from it.
+        if isinstance(module, Attention) and type(spec) is FullAttentionSpec:
             sievable[name] = (module, spec)
         else:
-            untouched[name] = spec
+            untouched.append(name)
     return sievable, untouched
 
 

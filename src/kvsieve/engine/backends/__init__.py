@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Protocol
 
 import torch
 
 from kvsieve.policies import Policy
+
+# Imported on use: an adapter's module needs vLLM, and its back-end's package.
+_ADAPTERS = {"CPU_ATTN": ("kvsieve.engine.backends.cpu", "CpuAdapter")}
+
+ADAPTED_BACKENDS = tuple(_ADAPTERS)
+"""Names of the back-ends that have an adapter."""
 
 
 class BackendAdapter(Protocol):
@@ -55,10 +62,6 @@ def adapter_for(backend_name: str) -> type[BackendAdapter]:
     Raises:
         KeyError: kvsieve has no adapter for the back-end.
     """
-    from kvsieve.engine.backends.cpu import CpuAdapter
-
-    return {"CPU_ATTN": CpuAdapter}[backend_name]
-
-
-ADAPTED_BACKENDS = ("CPU_ATTN",)
-"""Names of the back-ends that have an adapter."""
+    module, name = _ADAPTERS[backend_name]
+    adapter: type[BackendAdapter] = getattr(importlib.import_module(module), name)
+    return adapter
