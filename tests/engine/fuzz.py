@@ -7,7 +7,9 @@ compares it with the oracle; what can be checked from inside is checked here.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -34,6 +36,12 @@ class Traffic:
         arrival_chance: Chance that another request arrives in a step.
         abort_chance: Chance that a running or waiting request is aborted in a step.
         shared_prefix: Tokens that all prompts start with.
+        turns: Chance that a request continues an earlier one: its prompt, answer and more.
+        budgets: What requests ask for as `kv_budget`; drawn for each.
+        modes: Modes that a switch may choose.
+        switch_chance: Chance that the mode is switched in a step.
+        reset_chance: Chance that the prefix cache is reset in a step, running requests and all.
+        priorities: Whether requests have priorities (the engine must schedule by them).
     """
 
     seed: int
@@ -43,6 +51,21 @@ class Traffic:
     arrival_chance: float = 0.5
     abort_chance: float = 0.0
     shared_prefix: int = 0
+    turns: float = 0.0
+    budgets: tuple[Any, ...] = (None,)
+    modes: tuple[str, ...] = ("sieve",)
+    switch_chance: float = 0.0
+    reset_chance: float = 0.0
+    priorities: bool = False
+
+
+@dataclass
+class Asked:
+    """One request of a round: what was sent, and the mode at that time."""
+
+    prompt: list[int]
+    kv_budget: Any
+    mode: str
 
 
 @dataclass
@@ -50,17 +73,15 @@ class Round:
     """What a round of traffic gave.
 
     Attributes:
-        outcomes: Prompt and outcome of each request that was not aborted.
+        outcomes: What was asked and what came of it, for each request that was not aborted.
         steps: Steps of the engine.
-        preemptions: Preemptions that happened.
-        aborted: Requests aborted.
+        events: What happened to requests, by kind.
         violations: Broken invariants, in words.
     """
 
-    outcomes: list[tuple[list[int], Generated]] = field(default_factory=list)
+    outcomes: list[tuple[Asked, Generated]] = field(default_factory=list)
     steps: int = 0
-    preemptions: int = 0
-    aborted: int = 0
+    events: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
 
 
@@ -88,18 +109,16 @@ class _Fuzz:
             }.values()
         )
         self.round = Round()
+        self.asked: dict[str, Asked] = {}
         self.preemptions: dict[str, int] = {}
+        self.counted: dict[str, set[str]] = {}
         self.baseline = self.pool.get_num_free_blocks()
 
     def run(self) -> Round:
         traffic = self.traffic
-        prefix = random_prompt(traffic.shared_prefix, 999_999)
-        waiting = []
-        for index in range(traffic.num_requests):
-            length = self.random.randint(1, traffic.max_prompt)
-            tail = random_prompt(max(1, length - len(prefix)), traffic.seed * 1000 + index)
-            waiting.append((f"{traffic.seed}-{index}", [*prefix[: length - 1], *tail]))
-        prompts = dict(waiting)
+        self.prefix = random_prompt(traffic.shared_prefix, 999_999)
+        self.scheduler.set_kvsieve_mode(traffic.modes[0])
+        waiting = [f"{traffic.seed}-{index}" for index in range(traffic.num_requests)]
         selections = engines.capture_selections(self.name)
         alive: set[str] = set()
         for ring in self.sieve.observer._rings.values():
@@ -108,41 +127,79 @@ class _Fuzz:
             cache[0].fill_(NULL_MARK)
 
         while waiting or alive:
-            if waiting and (not alive or self.random.random() < traffic.arrival_chance):
-                request_id, prompt = waiting.pop()
+            if waiting and (not alive or self._happens(traffic.arrival_chance)):
+                request_id = waiting.pop()
                 alive.add(request_id)
-                self._add(request_id, prompt)
-            if alive and self.random.random() < traffic.abort_chance:
+                self._add(request_id)
+            if alive and self._happens(traffic.abort_chance):
                 victim = self.random.choice(sorted(alive))
                 self.llm_engine.abort_request([victim])
                 alive.discard(victim)
-                self.round.aborted += 1
+                self.round.events["abort"] += 1
+            if self._happens(traffic.switch_chance):
+                self.scheduler.set_kvsieve_mode(self.random.choice(traffic.modes))
+                self.round.events["switch"] += 1
+            if self._happens(traffic.reset_chance):
+                self.scheduler.reset_prefix_cache(reset_running_requests=True)
+                self.round.events["reset"] += 1
             self._overwrite_freed_blocks()
             for output in self.llm_engine.step():
                 if output.finished:
                     alive.discard(output.request_id)
                     kept = engines._selection(selections, output.request_id)
                     self.round.outcomes.append(
-                        (prompts[output.request_id], as_generated(output, kept))
+                        (self.asked[output.request_id], as_generated(output, kept))
                     )
+                    self.round.events["finish"] += 1
             self.round.steps += 1
             self._check_step()
-            if self.round.violations or self.round.steps > 5000:
+            if self.round.violations or self.round.steps > 20_000:
                 break
         self._check_end()
         return self.round
 
-    def _add(self, request_id: str, prompt: list[int]) -> None:
+    def _happens(self, chance: float) -> bool:
+        # Drawn only where it matters, so that rounds without a feature stay as they were.
+        return chance > 0 and self.random.random() < chance
+
+    def _prompt(self, request_id: str) -> list[int]:
+        traffic = self.traffic
+        length = self.random.randint(1, traffic.max_prompt)
+        seed = traffic.seed * 1000 + int(request_id.rsplit("-", 1)[1])
+        before = self.prefix
+        if self.round.outcomes and self._happens(traffic.turns):
+            asked, generated = self.random.choice(self.round.outcomes)
+            before = [*asked.prompt, *generated.token_ids][: traffic.max_prompt - 1]
+            length = min(traffic.max_prompt, len(before) + self.random.randint(1, 80))
+        tail = random_prompt(max(1, length - len(before)), seed)
+        return [*before[: length - 1], *tail]
+
+    def _add(self, request_id: str) -> None:
         from vllm import SamplingParams
 
+        traffic = self.traffic
+        prompt = self._prompt(request_id)
+        kv_budget = self.random.choice(traffic.budgets) if len(traffic.budgets) > 1 else None
+        self.asked[request_id] = Asked(prompt, kv_budget, self.scheduler.kvsieve_mode)
         sampling = SamplingParams(
             temperature=0,
             logprobs=0,
             ignore_eos=True,
             detokenize=False,
-            max_tokens=self.random.randint(1, self.traffic.max_output),
+            max_tokens=self.random.randint(1, traffic.max_output),
+            extra_args=None if kv_budget is None else {"kv_budget": kv_budget},
         )
-        self.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+        priority = self.random.randint(0, 2) if traffic.priorities else 0
+        self.llm_engine.add_request(
+            request_id, {"prompt_token_ids": prompt}, sampling, priority=priority
+        )
+        self.round.events["arrival"] += 1
+
+    def _count(self, request_id: str, event: str) -> None:
+        seen = self.counted.setdefault(request_id, set())
+        if event not in seen:
+            seen.add(event)
+            self.round.events[event] += 1
 
     def _overwrite_freed_blocks(self) -> None:
         """Make reads of freed blocks visible; blocks of the prefix cache keep their content."""
@@ -156,23 +213,28 @@ class _Fuzz:
 
     def _check_step(self) -> None:
         complain = self.round.violations.append
-        for request in self.scheduler.requests.values():
-            self.preemptions[request.request_id] = request.num_preemptions
-        self.round.preemptions = sum(self.preemptions.values())
+        for request_id, request in self.scheduler.requests.items():
+            self.preemptions[request_id] = request.num_preemptions
+            if request.prefill_stats and request.prefill_stats.num_cached_tokens:
+                self._count(request_id, "prefix hit")
+            plan = self.scheduler.planned[request_id]
+            if plan.is_observed and request.num_computed_tokens >= plan.prompt_tokens:
+                self._count(request_id, plan.treatment.mode)
+        self.round.events["preemption"] = sum(self.preemptions.values())
         for cache in self.caches:
             if not torch.all(cache[0] == NULL_MARK):
                 complain(f"step {self.round.steps}: the null block was written to")
                 break
         holders: dict[int, int] = {}
         for manager in self.managers:
-            spec = manager.kv_cache_spec
             for request_id, blocks in manager.req_to_blocks.items():
                 request = self.scheduler.requests[request_id]
                 held = [block for block in blocks if not block.is_null]
                 for block in held:
                     holders[block.block_id] = holders.get(block.block_id, 0) + 1
-                prompt_tokens = request.num_prompt_tokens
-                start = spec.start(prompt_tokens) if hasattr(spec, "start") else 0
+                start = 0
+                if manager in self.scheduler.sieved_managers:
+                    start = self.scheduler.planned[request_id].starts[0]
                 nulls = len(blocks) - len(held)
                 if any(block.is_null for block in blocks[nulls:]):
                     complain(f"step {self.round.steps}: a hole in the blocks of {request_id}")
@@ -190,9 +252,10 @@ class _Fuzz:
                     f" {self.pool.blocks[block_id].ref_cnt} times"
                 )
                 break
-        if self.pool.get_num_free_blocks() + len(holders) != self.baseline:
+        copies = self.scheduler.tail_copies.num_held
+        if self.pool.get_num_free_blocks() + len(holders) + copies != self.baseline:
             complain(
-                f"step {self.round.steps}: {len(holders)} blocks held and"
+                f"step {self.round.steps}: {len(holders)} blocks held, {copies} copies and"
                 f" {self.pool.get_num_free_blocks()} free, of {self.baseline}"
             )
 
@@ -212,7 +275,10 @@ class _Fuzz:
             self.llm_engine.step()
         if self.sieve.observer.num_open:
             complain(f"{self.sieve.observer.num_open} observation windows did not come back")
-        if self.scheduler._rows or self.scheduler._to_free:
+        scheduler = self.scheduler
+        if scheduler.proof._rows or scheduler._to_free or scheduler.planned._plans:
             complain("the scheduler remembers requests that are gone")
-        if any(manager._freed for manager in self.scheduler.sieved_managers):
+        if scheduler.tail_copies._in_flight or scheduler.tail_copies._keys:
+            complain("copies of tails were not given back")
+        if any(m._freed or m._tail_hits for m in scheduler.sieved_managers):
             complain("a manager remembers requests that are gone")

@@ -22,8 +22,8 @@ def start_off_by_one_block() -> None:
 
     stock = step.sieved_view
 
-    def sieved_view(spec, rows):  # type: ignore[no-untyped-def]
-        view = stock(spec, rows)
+    def sieved_view(spec, rows, requests):  # type: ignore[no-untyped-def]
+        view = stock(spec, rows, requests)
         view.start[view.start > 0] += spec.manager_block_size
         return view
 
@@ -54,7 +54,9 @@ def free_before_processed() -> None:
 
     def allocate_new_blocks(self, request_id, num_tokens, *args, **kwargs):  # type: ignore[no-untyped-def]
         blocks = stock(self, request_id, num_tokens, *args, **kwargs)
-        start = self.spec.start(num_tokens) // self.block_size
+        start = self.first_kept_block(request_id)
+        if num_tokens < self._requests[request_id].prompt_tokens:
+            start = 0
         self._remove_blocks_in_range(request_id, 0, start)
         return blocks
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from tests.engine import sabotage
 from tests.engine.agreement import Agreement
 from tests.engine.engines import make_engine
-from tests.engine.fuzz import Round, Traffic, run_traffic
+from tests.engine.fuzz import Asked, Round, Traffic, run_traffic
 from tests.engine.host import EngineHost, HostError
 from tests.oracle.snapkv_oracle import Oracle
 
 pytestmark = pytest.mark.engine
 
 NUM_LAYERS = 6
+MIXED_BUDGETS = (None, 68, 96, 130, 255, "full", "10%", "40%")
 # One layer class of 2 layers per group, 2 * (64 + 64) * 4 bytes per token and layer.
 BLOCK_BYTES = 32 * 2 * (64 + 64) * 4 * 2
 
@@ -42,18 +45,44 @@ def start_engine(
     )
 
 
+def nominal_budget(asked: Asked, budget: int) -> int:
+    """The budget that a request should have had: its own, or the operator's; all if full."""
+    prompt_tokens = len(asked.prompt)
+    if asked.mode == "full" or asked.kv_budget == "full":
+        return prompt_tokens
+    if asked.kv_budget is None:
+        return budget
+    if isinstance(asked.kv_budget, int):
+        return asked.kv_budget
+    share = float(asked.kv_budget.rstrip("%")) / 100
+    return max(68, math.ceil(prompt_tokens * share))
+
+
 def check_round(oracle: Oracle, outcome: Round, budget: int) -> Agreement:
     """Fail unless invariants held and every request agrees with the oracle."""
     assert not outcome.violations, "\n".join(outcome.violations)
     agreement = Agreement()
-    for prompt, generated in outcome.outcomes:
-        agreement.compare(
-            oracle, prompt, generated, budget=budget, block_size=32, full_layers={0, 1}
-        )
-        start = max(0, (len(prompt) - budget) // 32 * 32)
-        stored = generated.report["stored_tokens"]["sieved"]
-        if stored != len(prompt) - start:
-            agreement.disagreements.append(f"{len(prompt)}: stored {stored} of {len(prompt)}")
+    for asked, generated in outcome.outcomes:
+        prompt_tokens = len(asked.prompt)
+        own_budget = nominal_budget(asked, budget)
+        start = max(0, (prompt_tokens - own_budget) // 32 * 32)
+        common = {"block_size": 32, "full_layers": {0, 1}}
+        text = generated
+        if asked.mode == "shadow":
+            # What would be kept is scored like a sieve's; the text is the full cache's.
+            scored = replace(
+                generated, token_ids=generated.token_ids[:1], logprobs=generated.logprobs[:1]
+            )
+            agreement.compare(oracle, asked.prompt, scored, budget=own_budget, **common)
+            text = replace(generated, kept={})
+            own_budget = prompt_tokens
+        agreement.compare(oracle, asked.prompt, text, budget=own_budget, **common)
+        report = generated.report
+        held = prompt_tokens - (start if asked.mode == "sieve" else 0)
+        would_drop = start * 4 if asked.mode == "shadow" else 0
+        given = (report["stored_tokens"]["sieved"], report["would_drop_tokens"])
+        if given != (held, would_drop):
+            agreement.disagreements.append(f"{asked.mode} {prompt_tokens}: reported {given}")
     agreement.check(max_logprob_difference=2e-3, max_tie_share=5e-3)
     return agreement
 
@@ -101,7 +130,7 @@ def test_random_traffic_on_v1(
     outcome = v1_host.call(run_traffic, "fuzz", traffic)
     check_round(oracle, outcome, budget)
     if traffic.seed == 2:
-        assert outcome.preemptions > 0, "the pool was meant to be too small"
+        assert outcome.events["preemption"] > 0, "the pool was meant to be too small"
 
 
 def test_random_traffic_on_v2(v2_host: EngineHost, tiny_llama: str, oracle: Oracle) -> None:
@@ -128,14 +157,23 @@ def test_much_random_traffic_on_v2(
 
 def check_random_round(
     host: EngineHost, model: str, oracle: Oracle, seed: int, *, num_requests: int, max_output: int
-) -> None:
-    """A round in which everything is drawn: budget, chunks, pool, prefixes, aborts."""
+) -> Round:
+    """A round in which everything is drawn: budgets, chunks, pool, prefixes, aborts, modes."""
     draw = random.Random(seed)
     budget = draw.choice([68, 96, 100, 160, 255])
     chunk = draw.choice([17, 31, 33, 64, 150, 300])
     # 51 blocks are the least that a request of 544 tokens needs.
     pool = draw.choice([54, 70, 120, 400])
-    start_engine(host, model, budget, chunk, pool, enable_prefix_caching=draw.random() < 0.5)
+    priorities = draw.random() < 0.3
+    start_engine(
+        host,
+        model,
+        budget,
+        chunk,
+        pool,
+        enable_prefix_caching=draw.random() < 0.75,
+        scheduling_policy="priority" if priorities else "fcfs",
+    )
     traffic = Traffic(
         seed,
         num_requests=num_requests,
@@ -144,8 +182,16 @@ def check_random_round(
         arrival_chance=draw.choice([0.1, 0.5, 1.0]),
         abort_chance=draw.choice([0.0, 0.05]),
         shared_prefix=draw.choice([0, 60, 200]),
+        turns=draw.choice([0.0, 0.3, 0.6]),
+        budgets=draw.choice([(None,), MIXED_BUDGETS]),
+        modes=draw.choice([("sieve",), ("sieve", "shadow", "full")]),
+        switch_chance=draw.choice([0.0, 0.1]),
+        reset_chance=draw.choice([0.0, 0.0, 0.02]),
+        priorities=priorities,
     )
-    check_round(oracle, host.call(run_traffic, "fuzz", traffic), budget)
+    outcome = host.call(run_traffic, "fuzz", traffic)
+    check_round(oracle, outcome, budget)
+    return outcome
 
 
 @pytest.fixture

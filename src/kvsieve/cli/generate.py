@@ -38,6 +38,7 @@ def generate(
     budget: options.Budget = None,
     min_budget: options.MinBudget = None,
     max_budget: options.MaxBudget = None,
+    mode: options.Mode = None,
     full_layers: options.FullLayers = None,
     observation_window: options.ObservationWindow = None,
     pool_size: options.PoolSize = None,

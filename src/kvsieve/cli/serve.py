@@ -15,6 +15,8 @@ def serve(
     budget: options.Budget = None,
     min_budget: options.MinBudget = None,
     max_budget: options.MaxBudget = None,
+    mode: options.Mode = None,
+    mode_endpoint: options.ModeEndpoint = None,
     full_layers: options.FullLayers = None,
     observation_window: options.ObservationWindow = None,
     pool_size: options.PoolSize = None,

@@ -95,6 +95,15 @@ class SieveConfig(BaseModel):
         default=None,
         description="The operator's upper bound on the budget, in tokens. Default: none.",
     )
+    mode: Literal["sieve", "shadow", "full"] = Field(
+        default="sieve",
+        description="'sieve' drops what does not fit the budget; 'shadow' keeps everything and"
+        " reports what would be dropped; 'full' does nothing.",
+    )
+    mode_endpoint: bool = Field(
+        default=False,
+        description="Whether POST /v1/kvsieve/mode may change the mode of a running server.",
+    )
     full_layers: int | tuple[int, ...] | None = Field(
         default=None,
         description="Layers that keep the full cache: a count of leading layers, a list, or ranges"
@@ -219,11 +228,17 @@ class SieveConfig(BaseModel):
         ]
         if reasons:
             raise ConfigError(reasons)
-        low = self.min_budget or floor
+        low = self.smallest_request_budget(block_size)
         if isinstance(self.budget, int):
             return BudgetRule(tokens=self.budget, min_tokens=low, max_tokens=self.max_budget)
         return BudgetRule(
             share=parse_share(self.budget), min_tokens=low, max_tokens=self.max_budget
+        )
+
+    def smallest_request_budget(self, block_size: int) -> int:
+        """The smallest budget that a request may have, in tokens."""
+        return self.min_budget or smallest_budget(
+            self.observation_window, self.num_sink_tokens, block_size
         )
 
 

@@ -1,36 +1,75 @@
-"""Proof that the sieve ran: on one request as it reaches the client, and in total."""
+"""Proof that the sieve ran: on one request as it reaches the client, and in the log."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvsieve.core.treatment import Mode
+
+
+@dataclass(frozen=True)
+class MassLost:
+    """Share of the window's attention that went to tokens that are (or would be) dropped.
+
+    The share of a layer is the mean over its query heads of the softmax weight that the
+    prompt's last `observation_window` queries gave to dropped positions.
+
+    Attributes:
+        mean: Mean over the layers.
+        max: The worst layer's share.
+        layers: Share per layer, by layer number.
+    """
+
+    mean: float
+    max: float
+    layers: dict[str, float]
+
+    @classmethod
+    def of(cls, layers: tuple[int, ...], shares: tuple[float, ...]) -> MassLost:
+        """Summarise the shares of the layers, rounded to what they are worth."""
+        rounded = [round(share, 5) for share in shares]
+        return cls(
+            mean=round(sum(shares) / len(shares), 5),
+            max=max(rounded),
+            layers=dict(zip(map(str, layers), rounded, strict=True)),
+        )
+
 
 @dataclass
 class SieveReport:
     """What happened to the cache of one request.
 
-    Token counts come from the worker, where rows move; `blocks_freed` comes from the
-    cache manager, where blocks go back to the pool. Neither is computed from the
+    Token counts and attention come from the worker, where rows move; `blocks_freed` comes
+    from the cache manager, where blocks go back to the pool. Neither is computed from the
     formula that planned them.
 
     Attributes:
         policy: Name of the scoring policy.
+        mode: "sieve", "shadow" or "full", as decided when the request arrived.
+        budget: Nominal budget of the request in tokens; None in mode "full".
         sieved: Whether the sieved layers were compacted.
         prompt_tokens: Length of the original prompt, in tokens.
         stored_tokens: Prompt tokens held per layer class (`"full"`, `"sieved"`), per KV head.
         layers: Number of layers per layer class.
         dropped_tokens: Prompt tokens dropped per KV head, summed over layers.
+        would_drop_tokens: In shadow mode, what `dropped_tokens` would have been.
         blocks_freed: Blocks that the sieve gave back while the request ran.
+        attention_mass_lost: Attention to what was, or would be, dropped; None if the
+            prompt fits its budget.
     """
 
     policy: str
+    mode: Mode
+    budget: int | None
     sieved: bool
     prompt_tokens: int
     stored_tokens: dict[str, int]
     layers: dict[str, int]
     dropped_tokens: int = 0
+    would_drop_tokens: int = 0
     blocks_freed: int = 0
+    attention_mass_lost: MassLost | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -39,39 +78,56 @@ class SieveReport:
 
 @dataclass
 class SieveTotals:
-    """Sums over the finished requests of one engine.
+    """Sums over the finished requests of one engine, for the log.
 
     Attributes:
         requests: Finished requests.
         sieved_requests: Those whose sieved layers were compacted.
+        shadow_requests: Those that were only scored.
         prompt_tokens: Prompt tokens of the sieved requests.
         stored_tokens: Prompt tokens that a sieved layer held of them.
         blocks_freed: Blocks that the sieve gave back.
+        mass_lost: Sum over sieved and shadow requests of the attention mass lost.
         seconds: Host time of scoring and compaction, in seconds.
     """
 
     requests: int = 0
     sieved_requests: int = 0
+    shadow_requests: int = 0
     prompt_tokens: int = 0
     stored_tokens: int = 0
     blocks_freed: int = 0
+    mass_lost: float = 0.0
     seconds: float = 0.0
 
     def add(self, report: SieveReport, seconds: float = 0.0) -> None:
         """Count one finished request."""
         self.requests += 1
-        if report.sieved:
-            self.sieved_requests += 1
-            self.prompt_tokens += report.prompt_tokens
-            self.stored_tokens += report.stored_tokens["sieved"]
-            self.blocks_freed += report.blocks_freed
-            self.seconds += seconds
+        if report.attention_mass_lost is None:
+            return
+        self.mass_lost += report.attention_mass_lost.mean
+        self.seconds += seconds
+        if not report.sieved:
+            self.shadow_requests += 1
+            return
+        self.sieved_requests += 1
+        self.prompt_tokens += report.prompt_tokens
+        self.stored_tokens += report.stored_tokens["sieved"]
+        self.blocks_freed += report.blocks_freed
 
     def __str__(self) -> str:
+        scored = self.sieved_requests + self.shadow_requests
+        if not scored:
+            return f"{self.requests} requests finished, none of them sieved"
+        lost = f"{100 * self.mass_lost / scored:.2f}% of attention on what was"
         if not self.sieved_requests:
-            return f"{self.requests} requests finished, none of them longer than its budget"
+            return (
+                f"{self.shadow_requests} of {self.requests} requests scored in shadow: {lost} to"
+                f" be dropped, {self.seconds:.2f} s of scoring"
+            )
         return (
             f"{self.sieved_requests} of {self.requests} requests sieved:"
             f" {self.prompt_tokens} prompt tokens, {self.stored_tokens} kept in each sieved layer,"
-            f" {self.blocks_freed} blocks freed, {self.seconds:.2f} s of scoring and compaction"
+            f" {self.blocks_freed} blocks freed, {lost} dropped, {self.seconds:.2f} s of scoring"
+            " and compaction"
         )

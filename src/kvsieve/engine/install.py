@@ -16,11 +16,13 @@ from kvsieve.core.config import CONFIG_KEY, SieveConfig
 from kvsieve.core.errors import ConfigError
 from kvsieve.core.plan import LayerPlan, group_layers, make_plan
 from kvsieve.engine.backends import ADAPTED_BACKENDS, adapter_for
+from kvsieve.engine.block_copies import BlockCopier
 from kvsieve.engine.builder import SIEVE_ATTRIBUTE, sieved_backend
-from kvsieve.engine.observer import Observer, num_ring_slots
+from kvsieve.engine.observer import Observer
 from kvsieve.engine.rows import row_reader
 from kvsieve.engine.sieve import Sieve, SievedLayer
 from kvsieve.engine.spec import sieved_spec
+from kvsieve.engine.windows import num_ring_slots
 from kvsieve.policies import policy_from_config
 
 logger = init_logger("vllm.kvsieve.install")
@@ -58,17 +60,22 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
     _refuse(modules, context.values(), block_size)
 
     layers = [
-        SievedLayer(name, module, sieved_spec(sievable[name][1], rule, config.observation_window))
+        SievedLayer(
+            name,
+            extract_layer_index(name),
+            module,
+            sieved_spec(sievable[name][1], rule, config.observation_window),
+        )
         for name, module in modules.items()
     ]
     first = layers[0].module
     observer = Observer(
         layer_names=modules,
         num_slots=num_ring_slots(
+            config,
+            block_size,
             vllm_config.scheduler_config.max_num_batched_tokens,
             vllm_config.scheduler_config.max_num_seqs,
-            rule.smallest,
-            uneven_chunks=vllm_config.scheduler_config.long_prefill_token_threshold > 0,
         ),
         window=config.observation_window,
         num_heads=first.num_heads,
@@ -76,10 +83,16 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
         dtype=first.dtype,
         device=runner.device,
     )
-    sieve = Sieve(layers, policy_from_config(config), observer, row_reader(runner, is_v2))
+    sieve = Sieve(
+        layers,
+        policy_from_config(config),
+        observer,
+        row_reader(runner, is_v2),
+        BlockCopier(runner),
+    )
     for layer in layers:
         _install_layer(layer, sieve)
-    _log_plan(plan, config, str(rule), observer)
+    _log_plan(plan, config, str(rule), observer, sieve.scratch_bytes(vllm_config))
     return sieve
 
 
@@ -148,12 +161,15 @@ def _install_layer(layer: SievedLayer, sieve: Sieve) -> None:
     module.impl.forward = forward
 
 
-def _log_plan(plan: LayerPlan, config: SieveConfig, rule: str, observer: Observer) -> None:
+def _log_plan(
+    plan: LayerPlan, config: SieveConfig, rule: str, observer: Observer, scratch_bytes: int
+) -> None:
     grouping = group_layers(len(plan.full), len(plan.sieved), len(plan.untouched))
     logger.info(
-        "kvsieve: %s over %d sieved layers, budget %s; full layers: %s; untouched layers: %s;"
-        " %d cache groups of %d layers, %.1f%% padding; window %d, pooling %s %d, %d sinks;"
-        " query rings %.1f MiB",
+        "kvsieve: mode %s, %s over %d sieved layers, budget %s; full layers: %s; untouched layers:"
+        " %s; %d cache groups of %d layers, %.1f%% padding; window %d, pooling %s %d, %d sinks;"
+        " query rings %.1f MiB, scratch at most %.1f MiB",
+        config.mode,
         config.policy,
         len(plan.sieved),
         rule,
@@ -167,4 +183,5 @@ def _log_plan(plan: LayerPlan, config: SieveConfig, rule: str, observer: Observe
         config.pool_size,
         config.num_sink_tokens,
         observer.num_bytes / 2**20,
+        scratch_bytes / 2**20,
     )

@@ -35,28 +35,6 @@ class _Window:
     filled: int = 0
 
 
-def num_ring_slots(
-    max_num_batched_tokens: int, max_num_seqs: int, smallest_budget: int, uneven_chunks: bool
-) -> int:
-    """Windows that can be open at once, so that the ring never runs out.
-
-    A prompt that is sieved computes at least its budget itself (a prefix hit ends
-    before the kept region), so a step finishes at most `tokens // budget` prompts that
-    it also began. vLLM cuts only the last prompt of a step short and serves it first
-    in the next, which adds one window from the step before and one for the next.
-
-    Args:
-        max_num_batched_tokens: Tokens of one step.
-        max_num_seqs: Requests in one step.
-        smallest_budget: The smallest budget of any prompt, in tokens.
-        uneven_chunks: Whether vLLM may cut several prompts of one step short
-            (`long_prefill_token_threshold`), which lifts the bound to `max_num_seqs`.
-    """
-    if uneven_chunks:
-        return max_num_seqs
-    return min(max_num_seqs, max_num_batched_tokens // smallest_budget + 2)
-
-
 class Observer:
     """Rings of window queries, one per sieved layer, with shared slots.
 
@@ -83,7 +61,8 @@ class Observer:
         self.window = window
         self._device = device
         shape = (num_slots * window, num_heads, head_size)
-        self._rings = {name: torch.empty(shape, dtype=dtype, device=device) for name in layer_names}
+        # Zeros and not empty: what is not touched is not counted as used on a CPU.
+        self._rings = {name: torch.zeros(shape, dtype=dtype, device=device) for name in layer_names}
         self._free = list(range(num_slots))
         self._open: dict[str, _Window] = {}
 
@@ -92,12 +71,12 @@ class Observer:
         """Bytes of all rings."""
         return sum(ring.numel() * ring.element_size() for ring in self._rings.values())
 
-    def plan(self, rows: StepRows, sieved: np.ndarray) -> Observation | None:
+    def plan(self, rows: StepRows, observed: np.ndarray) -> Observation | None:
         """Open or continue the windows of a step and say which tokens belong to them.
 
         Args:
             rows: The step's rows.
-            sieved: [num_rows] bool, whether the row's prompt is longer than its budget.
+            observed: [num_rows] bool, whether the row's prompt will be scored.
 
         Raises:
             SieveInvariantError: A window was not observed from its first query on.
@@ -107,7 +86,7 @@ class Observer:
         end = np.minimum(rows.num_computed + rows.query_lens, rows.prompt_lens)
         source: list[np.ndarray] = []
         target: list[np.ndarray] = []
-        for row in np.nonzero(sieved & (begin < end))[0].tolist():
+        for row in np.nonzero(observed & (begin < end))[0].tolist():
             request_id = rows.request_ids[row]
             lo, hi = int(begin[row] - first[row]), int(end[row] - first[row])
             window = self._window_for(request_id, lo)

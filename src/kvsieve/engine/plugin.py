@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
+from kvsieve.core.treatment import requested_budget, treat
 
 CPU_BLOCK_SIZE = 32
 """Block size on CPUs unless the user chose one, in tokens. vLLM's 128 there would turn a
@@ -79,12 +81,23 @@ def _create_engine_config(
 
 
 def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
-    """`InputProcessor.process_inputs`, refusing requests that the sieve cannot serve."""
-    if kwargs.get("resumable") and is_configured(processor.vllm_config.additional_config):
+    """`InputProcessor.process_inputs`, refusing requests that the sieve cannot serve.
+
+    Every door of vLLM passes here in the process that talks to the client, and turns a
+    `ValueError` into an answer with status 400.
+    """
+    vllm_config = processor.vllm_config
+    if not is_configured(vllm_config.additional_config):
+        return stock(processor, *args, **kwargs)
+    call = inspect.signature(stock).bind(processor, *args, **kwargs).arguments
+    if call.get("resumable"):
         raise ValueError(
             "streaming input is not served together with kvsieve: a prompt that grows would move"
             " the start of what is kept; send the whole prompt in one request"
         )
+    config = SieveConfig.parse(vllm_config.additional_config[CONFIG_KEY])
+    kv_budget = requested_budget(getattr(call["params"], "extra_args", None))
+    treat(config.mode, config, kv_budget, vllm_config.cache_config.block_size)
     return stock(processor, *args, **kwargs)
 
 

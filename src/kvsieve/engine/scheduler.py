@@ -14,17 +14,23 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
-from kvsieve.core.report import SieveReport, SieveTotals
+from kvsieve.core.treatment import Mode, Treatment, check_mode, requested_budget, treat
 from kvsieve.engine.allocation import bind_decode_shortcut
 from kvsieve.engine.manager import SievedManager
 from kvsieve.engine.prefix_cache import bind_prefix_cache_rules
-from kvsieve.engine.worker_report import SievedRow, take_rows
+from kvsieve.engine.proof import Proof
+from kvsieve.engine.requests import PlannedRequests
+from kvsieve.engine.step_message import StepMessage, attach_message
+from kvsieve.engine.tail_copies import TailCopies
+from kvsieve.engine.windows import OpenWindows, num_ring_slots
+from kvsieve.engine.worker_report import take_rows
 
 logger = init_logger("vllm.kvsieve.scheduler")
 
-LOG_INTERVAL_S = 10.0
-"""Seconds between counter lines in the log, while requests finish."""
+COUNT_INTERVAL_S = 1.0
+"""Seconds between counts of the blocks held, which visit every request in every group."""
 
+_TICKET = "kvsieve_tail_copies"
 
 # A mixin's methods call those of the class beside it, which only the checker must know.
 if TYPE_CHECKING:
@@ -43,22 +49,34 @@ class SieveSchedulerMixin(_Base):
             for manager in self.kv_cache_manager.coordinator.single_type_managers
             if isinstance(manager, SievedManager)
         )
-        self.sieved_specs = tuple(dict.fromkeys(m.spec for m in self.sieved_managers))
-        bind_prefix_cache_rules(self.kv_cache_manager, self.sieved_specs)
+        self._config = SieveConfig.parse(self.vllm_config.additional_config[CONFIG_KEY])
+        self._block_size = self.sieved_managers[0].spec.manager_block_size
+        self._mode: Mode = self._config.mode
+        self.planned = PlannedRequests(manager.spec for manager in self.sieved_managers)
+        for manager in self.sieved_managers:
+            manager.bind(self.planned)
+        bind_prefix_cache_rules(self.kv_cache_manager, self.planned)
         bind_decode_shortcut(self.kv_cache_manager)
-        self._policy = SieveConfig.parse(self.vllm_config.additional_config[CONFIG_KEY]).policy
-        self._layers = {"full": 0, "sieved": 0}
+        layers = {"full": 0, "sieved": 0}
         for group in self.kv_cache_config.kv_cache_groups:
-            kind = "sieved" if group.kv_cache_spec in self.sieved_specs else "full"
-            self._layers[kind] += len(group.layer_names)
-        # Requests whose prompt was scheduled to its end and not freed yet.
+            kind = "sieved" if group.kv_cache_spec in self.planned.tiers else "full"
+            layers[kind] += len(group.layer_names)
+        self.proof = Proof(self._config.policy, layers, self.planned, self.sieved_managers)
+        self.tail_copies = TailCopies(self.kv_cache_manager.block_pool, self.sieved_managers)
+        self.windows = OpenWindows(
+            num_ring_slots(
+                self._config,
+                self._block_size,
+                self.scheduler_config.max_num_batched_tokens,
+                self.scheduler_config.max_num_seqs,
+            )
+        )
+        # Sieved requests whose prompt was scheduled to its end and that were not freed yet.
         self._to_free: dict[str, Request] = {}
-        self._rows: dict[str, SievedRow] = {}
         # A stop string is found by the front end, which then forgets what the engine core
         # says last: such requests carry their report with every output.
         self._with_stop_strings: dict[str, Request] = {}
-        self._totals = SieveTotals()
-        self._next_log = 0.0
+        self._next_count = 0.0
         self._log_capacity()
 
     def _log_capacity(self) -> None:
@@ -77,6 +95,42 @@ class SieveSchedulerMixin(_Base):
             self.kv_cache_config.num_blocks,
         )
 
+    @property
+    def kvsieve_mode(self) -> Mode:
+        """What is done to requests that arrive from now on."""
+        return self._mode
+
+    def set_kvsieve_mode(self, mode: str) -> Mode:
+        """Change the mode. Requests that are here keep the treatment that they came with.
+
+        Returns:
+            The previous mode.
+
+        Raises:
+            ConfigError: There is no such mode.
+        """
+        previous, self._mode = self._mode, check_mode(mode)
+        logger.info("kvsieve: mode %s, before: %s", self._mode, previous)
+        return previous
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in: decide its treatment, note whether the front end may end it."""
+        treatment = self._treatment(request)
+        self.planned.add(request.request_id, request.num_prompt_tokens, treatment)
+        self.proof.counters.add_request(treatment.mode)
+        super().add_request(request)
+        if request.sampling_params is not None and request.sampling_params.stop:
+            self._with_stop_strings[request.request_id] = request
+
+    def _treatment(self, request: Request) -> Treatment:
+        extra_args = request.sampling_params and request.sampling_params.extra_args
+        try:
+            return treat(self._mode, self._config, requested_budget(extra_args), self._block_size)
+        except ValueError as error:
+            # The front end has checked it (`plugin.py`). If one did not, nobody else may suffer.
+            logger.error("kvsieve: request %s keeps everything: %s", request.request_id, error)
+            return Treatment("full")
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, after freeing what the processed steps have sieved.
 
@@ -92,21 +146,49 @@ class SieveSchedulerMixin(_Base):
                 self.kv_cache_manager.remove_skipped_blocks(
                     request_id, processed, request.num_prompt_tokens
                 )
+                self.proof.count_freed(request_id)
                 del self._to_free[request_id]
+        self.windows.begin_schedule(self._is_running)
+        for manager in self.sieved_managers:
+            manager.published.clear()
         return super().schedule(*args, **kwargs)
+
+    def _is_running(self, request_id: str) -> bool:
+        request = self.requests.get(request_id)
+        return request is not None and request.status == RequestStatus.RUNNING
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
+        window = self._config.observation_window
+        ending: list[Request] = []
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests[request_id]
-            before = request.num_computed_tokens - num_scheduled
-            if before < request.num_prompt_tokens <= request.num_computed_tokens:
+            after, prompt_tokens = request.num_computed_tokens, request.num_prompt_tokens
+            if after - num_scheduled >= prompt_tokens or after <= prompt_tokens - window:
+                continue
+            plan = self.planned[request_id]
+            if plan.is_observed:
+                self.windows.scheduled(request_id, is_complete=after >= prompt_tokens)
+            if plan.is_sieved and after >= prompt_tokens:
                 self._to_free[request_id] = request
+                ending.append(request)
+        message = StepMessage()
+        for new in scheduler_output.scheduled_new_reqs:
+            plan = self.planned[new.req_id]
+            message.new_requests[new.req_id] = (plan.prompt_tokens, plan.treatment)
+        if ending and self.kv_cache_manager.enable_caching:
+            # Under asynchronous scheduling the next schedule comes before the copies are given
+            # back, and may need a block in every group for every running request.
+            reserved = len(self.running) * self.kv_cache_manager.num_kv_cache_groups
+            ticket, copies = self.tail_copies.plan(ending, reserved)
+            setattr(scheduler_output, _TICKET, ticket)
+            message.tail_copies = [(c.source.block_id, c.copy.block_id) for c in copies]
+        attach_message(scheduler_output, message)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """End a chunk at the end of a sieved prompt.
+        """End a chunk at the end of a sieved prompt, or before a window that has no slot.
 
         Only a request that was preempted while decoding has tokens beyond its prompt
         to prefill. Cutting its chunk there makes them see the sieved cache, as they
@@ -116,33 +198,70 @@ class SieveSchedulerMixin(_Base):
             request, num_computed_tokens, num_new_tokens
         )
         rest_of_prompt = request.num_prompt_tokens - num_computed_tokens
-        if 0 < rest_of_prompt < num_new_tokens and any(
-            spec.start(request.num_prompt_tokens) for spec in self.sieved_specs
+        if rest_of_prompt <= 0:
+            return num_new_tokens
+        plan = self.planned[request.request_id]
+        if plan.is_sieved:
+            num_new_tokens = min(num_new_tokens, rest_of_prompt)
+        before_window = max(0, rest_of_prompt - self._config.observation_window)
+        if (
+            plan.is_observed
+            and num_new_tokens > before_window
+            and not self.windows.claim(request.request_id)
         ):
-            return rest_of_prompt
+            return before_window
         return num_new_tokens
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        """Keep the worker's counts of this step, then process it."""
+        """Keep the worker's counts of this step and publish its copies, then process it."""
         for request_id, row in take_rows(model_runner_output).items():
             if request_id in self.requests:
-                self._rows[request_id] = row
+                self.proof.keep(request_id, row)
+        if ticket := getattr(scheduler_output, _TICKET, None):
+            self.tail_copies.publish(ticket)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._with_stop_strings:
             self._report_early(outputs)
-        if self._totals.requests and time.monotonic() >= self._next_log:
-            logger.info("kvsieve: %s", self._totals)
-            self._totals = SieveTotals()
-            self._next_log = time.monotonic() + LOG_INTERVAL_S
+        self.proof.log()
         return outputs
 
-    def add_request(self, request: Request) -> None:
-        """Take a request in, and note whether the front end may end it."""
-        super().add_request(request)
-        if request.sampling_params is not None and request.sampling_params.stop:
-            self._with_stop_strings[request.request_id] = request
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's statistics of a step, with our counters in a field that is free here.
+
+        The statistics go to the process that serves `/metrics`, where
+        `frontend/metrics.py` takes our entry out again. KV connectors are refused.
+        """
+        stats = super().make_stats(*args, **kwargs)
+        if stats is None:
+            return None
+        counters = self.proof.counters
+        counters.mode = self._mode
+        now = time.monotonic()
+        # An engine that falls idle makes no more statistics: its last ones must be right.
+        if now >= self._next_count or not self.running:
+            self._next_count = now + COUNT_INTERVAL_S
+            counters.blocks_held = self._blocks_held()
+            # The null block is never given to a request.
+            counters.pool_blocks = self.kv_cache_config.num_blocks - 1
+        if taken := counters.take():
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), CONFIG_KEY: taken}
+        return stats
+
+    def _blocks_held(self) -> dict[str, int]:
+        """Blocks in the tables of all requests, by layer class; shared ones count each time."""
+        held = {"full": 0, "sieved": 0}
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            kind = "sieved" if isinstance(manager, SievedManager) else "full"
+            held[kind] += sum(map(len, manager.req_to_blocks.values()))
+        held["sieved"] -= sum(manager.num_null_blocks for manager in self.sieved_managers)
+        return held
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Reset the prefix cache; what is about to be published to it would be stale."""
+        self.tail_copies.drop()
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def _report_early(self, outputs: Any) -> None:
         for client_outputs in outputs.values():
@@ -151,38 +270,19 @@ class SieveSchedulerMixin(_Base):
                 if request is not None:
                     output.kv_transfer_params = {
                         **(output.kv_transfer_params or {}),
-                        CONFIG_KEY: self._report(request).as_dict(),
+                        CONFIG_KEY: self.proof.report(request).as_dict(),
                     }
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         request_id = request.request_id
-        report = self._report(request)
-        row = self._rows.pop(request_id, None)
-        self._totals.add(report, seconds=row.seconds if row else 0.0)
+        report = self.proof.finish(request)
         self._to_free.pop(request_id, None)
         self._with_stop_strings.pop(request_id, None)
         kv_transfer_params, *rest = super()._free_request(request, *args, **kwargs)
+        self.planned.forget([request_id])
         # The one field of a response that vLLM passes from the engine core to its
         # clients as it is.
         return ({**(kv_transfer_params or {}), CONFIG_KEY: report.as_dict()}, *rest)
-
-    def _report(self, request: Request) -> SieveReport:
-        row = self._rows.get(request.request_id)
-        prompt_tokens = request.num_prompt_tokens
-        report = SieveReport(
-            policy=self._policy,
-            sieved=row is not None,
-            prompt_tokens=prompt_tokens,
-            stored_tokens=dict.fromkeys(self._layers, prompt_tokens),
-            layers=self._layers,
-        )
-        if row is not None:
-            report.stored_tokens["sieved"] = row.stored_tokens
-            report.dropped_tokens = (row.prompt_tokens - row.stored_tokens) * row.num_layers
-            report.blocks_freed = sum(
-                manager.num_freed_blocks(request.request_id) for manager in self.sieved_managers
-            )
-        return report
 
 
 class SieveScheduler(SieveSchedulerMixin, Scheduler):

@@ -37,20 +37,15 @@ class SievedAttentionSpec(AttentionSpec):
     observation_window: int
     manager_block_size: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # Asked for every request and group in every step, always with the same answer.
-        object.__setattr__(self, "_starts", {})
+    def start(self, prompt_tokens: int, budget: BudgetRule | None = None) -> int:
+        """First position that the layer holds once a prompt of this length is sieved.
 
-    def start(self, prompt_tokens: int) -> int:
-        """First position that the layer holds once a prompt of this length is sieved."""
-        starts: dict[int, int] = self._starts
-        start = starts.get(prompt_tokens)
-        if start is None:
-            budget = self.budget.tokens_for(prompt_tokens)
-            start = sieve_start(prompt_tokens, budget, self.manager_block_size)
-            starts[prompt_tokens] = start
-        return start
+        Args:
+            prompt_tokens: The original prompt length.
+            budget: A request's own budget; None for the layer's.
+        """
+        tokens = (budget or self.budget).tokens_for(prompt_tokens)
+        return sieve_start(prompt_tokens, tokens, self.manager_block_size)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of the longest request, which holds its whole prompt until it is sieved."""

@@ -10,6 +10,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvsieve.engine.observer import Observation, Observer
+from kvsieve.engine.requests import PlannedRequests
 from kvsieve.engine.rows import StepRows
 from kvsieve.engine.spec import SievedAttentionSpec
 
@@ -21,13 +22,13 @@ class SievedView:
     Attributes:
         start: [num_rows] int64, first position that the row still holds: the sieve's
             start for rows past their prompt, 0 for rows still in it.
-        finishing: Indices of the rows whose prompt ends in this step and is sieved.
-        prompt_starts: [num_rows] int64, the sieve's start of each row's prompt.
+        finishing: Indices of the rows whose prompt ends in this step and is scored.
+        planned: [num_rows] int64, where each row's kept region starts or would start.
     """
 
     start: np.ndarray
     finishing: np.ndarray
-    prompt_starts: np.ndarray
+    planned: np.ndarray
 
     @property
     def is_stock(self) -> bool:
@@ -35,23 +36,22 @@ class SievedView:
         return not self.start.any()
 
 
-def sieved_view(spec: SievedAttentionSpec, rows: StepRows) -> SievedView:
+def sieved_view(spec: SievedAttentionSpec, rows: StepRows, requests: PlannedRequests) -> SievedView:
     """The view of a sieved spec on the rows of a step.
 
     The rule has no state: a row is compacted exactly if its whole prompt was in the
     cache before the step. It therefore survives preemption and moves between rows.
     """
-    starts = np.fromiter(
-        (spec.start(prompt) for prompt in rows.prompt_lens.tolist()),
-        dtype=np.int64,
-        count=len(rows.prompt_lens),
-    )
+    tier = requests.tiers.index(spec)
+    plans = [requests[request_id] for request_id in rows.request_ids]
+    starts = np.array([plan.starts[tier] for plan in plans], dtype=np.int64)
+    planned = np.array([plan.planned[tier] for plan in plans], dtype=np.int64)
     past_prompt = rows.num_computed >= rows.prompt_lens
     ends_prompt = ~past_prompt & (rows.num_computed + rows.query_lens >= rows.prompt_lens)
     return SievedView(
         start=np.where(past_prompt, starts, 0),
-        finishing=np.nonzero(ends_prompt & (starts > 0))[0],
-        prompt_starts=starts,
+        finishing=np.nonzero(ends_prompt & (planned > 0))[0],
+        planned=planned,
     )
 
 
@@ -84,6 +84,7 @@ class Step:
     """What is computed once per step and shared by all groups of sieved layers.
 
     Attributes:
+        requests: The worker's plans.
         rows: The step's rows; None until the first metadata is built.
         views: View per sieved spec.
         observation: Which query rows the layers copy; None if there are none.
@@ -93,6 +94,7 @@ class Step:
         metadata: Attention metadata already built in this step, by spec and builder.
     """
 
+    requests: PlannedRequests
     rows: StepRows | None = None
     views: dict[SievedAttentionSpec, SievedView] = field(default_factory=dict)
     observation: Observation | None = None
@@ -105,7 +107,7 @@ class Step:
         view = self.views.get(spec)
         if view is None:
             assert self.rows is not None
-            view = self.views[spec] = sieved_view(spec, self.rows)
+            view = self.views[spec] = sieved_view(spec, self.rows, self.requests)
         return view
 
     def shift(
@@ -118,11 +120,11 @@ class Step:
             shift = self.shifts[key] = row_shift(self.view(spec), common, block_size)
         return shift
 
-    def observe(self, observer: Observer, specs: tuple[SievedAttentionSpec, ...]) -> None:
+    def observe(self, observer: Observer) -> None:
         """Decide which of the step's queries belong to an observation window."""
         assert self.rows is not None
-        sieved = np.logical_or.reduce([self.view(spec).prompt_starts > 0 for spec in specs])
-        self.observation = observer.plan(self.rows, sieved)
+        observed = [self.view(spec).planned > 0 for spec in self.requests.tiers]
+        self.observation = observer.plan(self.rows, np.logical_or.reduce(observed))
 
 
 def row_shift(view: SievedView, common: CommonAttentionMetadata, block_size: int) -> Shift:

@@ -29,6 +29,17 @@ class SieveWorkerMixin(_Base):
         super().load_model(*args, **kwargs)
         self.sieve = install_sieve(self.model_runner, self.vllm_config, self.use_v2_model_runner)
 
+    def determine_available_memory(self) -> int:
+        """What vLLM measures for the cache, less what the sieve will need beside it.
+
+        The rings are there already and were measured. A size that the user gave is kept:
+        then vLLM measures nothing either.
+        """
+        available: int = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes is not None:
+            return available
+        return available - self.sieve.scratch_bytes(self.vllm_config)
+
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the model on a step, then sieve the prompts that it finished."""

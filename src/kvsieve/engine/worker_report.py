@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from kvsieve.core.treatment import Mode
+
 _ATTRIBUTE = "kvsieve_rows"
 
 
@@ -19,15 +21,19 @@ class SievedRow:
     """What the worker did to one request in the step that finished its prompt.
 
     Attributes:
+        mode: "sieve" if rows were moved, "shadow" if the prompt was only scored.
         prompt_tokens: Length of the original prompt, in tokens.
-        stored_tokens: Prompt tokens that each sieved layer holds, per KV head.
-        num_layers: Layers that were compacted.
+        stored_tokens: Prompt tokens that each sieved layer holds (or would), per KV head.
+        layers: Numbers of the layers that were compacted (or scored).
+        mass_lost: Share of the window's attention to what was dropped, per layer.
         seconds: Host time of scoring and compaction, in seconds.
     """
 
+    mode: Mode
     prompt_tokens: int
     stored_tokens: int
-    num_layers: int
+    layers: tuple[int, ...]
+    mass_lost: tuple[float, ...]
     seconds: float
 
 

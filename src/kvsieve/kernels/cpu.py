@@ -126,3 +126,34 @@ def compact(
         last = blocks[first_block + num_whole]
         key_pages[last, :, :, :rest] = kept_keys[:, :, whole:]
         value_pages[last, :, :rest] = kept_values[:, whole:]
+
+
+def scratch_bytes(
+    window: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    item_bytes: int,
+    num_tokens: int,
+) -> int:
+    """Bytes that scoring and compacting one prompt in one layer hold at once, at most.
+
+    Args:
+        window: Queries of the observation window.
+        num_heads: Query heads of the layer.
+        num_kv_heads: KV heads of the layer.
+        head_size: Size of a head.
+        item_bytes: Bytes of one cache element.
+        num_tokens: Length of the prompt, in tokens.
+    """
+    row = num_kv_heads * num_tokens * head_size
+    # Gathered keys, at first as pages and transposed; then a float copy (where the cache is no
+    # float already) and the logits of the KV heads that are scored at once, and all scores.
+    # Compaction comes after the logits are gone and gathers keys and values once more.
+    gathered = row * item_bytes
+    one_head = num_heads // num_kv_heads * window * num_tokens * 4
+    heads_at_once = max(1, min(num_kv_heads, MAX_SCORE_BYTES // max(1, one_head)))
+    float_keys = 0 if item_bytes == 4 else heads_at_once * head_size * num_tokens * 4
+    scored = heads_at_once * one_head + float_keys + 2 * num_heads * num_tokens * 4
+    moved = 2 * row * item_bytes + 40 * num_kv_heads * num_tokens
+    return gathered + max(gathered, scored, moved)

@@ -5,6 +5,7 @@ select. The score itself is a kernel (`kvsieve.kernels`), named by the policy;
 everything after it lives here and knows nothing of vLLM.
 """
 
+from kvsieve.policies.mass import attention_mass_lost
 from kvsieve.policies.policy import Policy
 from kvsieve.policies.protect import protect_sinks
 from kvsieve.policies.reduce import reduce_heads
@@ -15,6 +16,7 @@ from kvsieve.policies.table import policy_from_config
 
 __all__ = [
     "Policy",
+    "attention_mass_lost",
     "policy_from_config",
     "protect_sinks",
     "reduce_heads",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,21 @@ _ADAPTERS = {"CPU_ATTN": ("kvsieve.engine.backends.cpu", "CpuAdapter")}
 
 ADAPTED_BACKENDS = tuple(_ADAPTERS)
 """Names of the back-ends that have an adapter."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What the sieve chose in one layer.
+
+    Attributes:
+        positions: [num_kv_heads, kept - window] int64, ascending: the positions before the
+            window that are kept.
+        mass_lost: Scalar float32 tensor, the share of the window's attention that went to
+            the positions that are not kept, mean over the query heads.
+    """
+
+    positions: torch.Tensor
+    mass_lost: torch.Tensor
 
 
 class BackendAdapter(Protocol):
@@ -38,8 +54,9 @@ class BackendAdapter(Protocol):
         policy: Policy,
         prompt_tokens: int,
         start: int,
-    ) -> torch.Tensor:
-        """Score one prompt in one layer and move the kept rows.
+        move: bool,
+    ) -> Selection:
+        """Score one prompt in one layer, and move the kept rows.
 
         Args:
             kv_cache: The layer's cache as vLLM binds it.
@@ -49,10 +66,13 @@ class BackendAdapter(Protocol):
             policy: How to rank and choose.
             prompt_tokens: Length of the prompt, in tokens.
             start: First position of the kept region.
-
-        Returns:
-            [num_kv_heads, kept - window] int64, the positions whose rows were moved.
+            move: Whether to move rows; in shadow mode they stay.
         """
+        ...
+
+    @staticmethod
+    def scratch_bytes(layer: Any, policy: Policy, prompt_tokens: int) -> int:
+        """Bytes that `sieve` needs at once, beyond the cache, for a prompt of that length."""
         ...
 
 

@@ -9,8 +9,9 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, _get_attn_isa
 
+from kvsieve.engine.backends import Selection
 from kvsieve.kernels import cpu
-from kvsieve.policies import Policy
+from kvsieve.policies import Policy, attention_mass_lost
 
 SIEVED_ISAS = ("vec", "vec16")
 SIEVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,15 +52,30 @@ class CpuAdapter:
         policy: Policy,
         prompt_tokens: int,
         start: int,
-    ) -> torch.Tensor:
-        """Score one prompt in one layer and move the kept rows (see `BackendAdapter`)."""
+        move: bool,
+    ) -> Selection:
+        """Score one prompt in one layer, and move the kept rows (see `BackendAdapter`)."""
         key_pages, value_pages = cpu.split_pages(kv_cache)
         keys = cpu.gather_keys(key_pages, blocks, prompt_tokens)
         head_scores = cpu.window_sum(query, keys, scale)
         num_keep = prompt_tokens - start - policy.observation_window
         positions = policy.select(head_scores, num_keep)
-        cpu.compact(key_pages, value_pages, keys, blocks, positions, start)
-        return positions
+        if move:
+            cpu.compact(key_pages, value_pages, keys, blocks, positions, start)
+        mass_lost = attention_mass_lost(head_scores, positions, policy.observation_window)
+        return Selection(positions, mass_lost)
+
+    @staticmethod
+    def scratch_bytes(layer: Any, policy: Policy, prompt_tokens: int) -> int:
+        """Bytes that `sieve` needs at once (see `BackendAdapter`)."""
+        return cpu.scratch_bytes(
+            policy.observation_window,
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_size,
+            layer.kv_cache_torch_dtype.itemsize,
+            prompt_tokens,
+        )
 
 
 def _layout_refusals(

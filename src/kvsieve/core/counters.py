@@ -1,0 +1,165 @@
+"""What the sieve has done since it was last asked, on its way from the scheduler to /metrics.
+
+The scheduler counts in one `SieveCounters` and hands it over with each step's statistics;
+the process that serves /metrics adds what arrives to its metrics. A hand-over is a plain
+dict, because vLLM sends it through msgpack.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+GAUGES = ("blocks_held", "pool_blocks", "mode")
+"""Fields that say how things are, and not what was added."""
+
+
+@dataclass
+class SieveCounters:
+    """Sums since the last hand-over, and the last known values of the gauges.
+
+    Attributes:
+        requests: Requests that arrived, by the mode they are served in.
+        sieved_requests: Requests whose sieved layers were compacted, each counted once even
+            if it was preempted and had to be sieved again.
+        prompt_tokens: Prompt tokens of those, each prompt once and not once per layer.
+        kept_tokens: Of these, tokens that a sieved layer holds per KV head.
+        dropped_tokens: `prompt_tokens` less `kept_tokens`.
+        freed_blocks: Blocks that went back to the pool because their tokens were dropped.
+        compactions: Compactions of one request's cache in one layer, repeated ones included.
+        compaction_seconds: Host time of scoring and compaction, in seconds. Scoring in shadow
+            mode counts.
+        attention_mass_lost: For each request that was sieved or scored in shadow mode, the
+            share of the window's attention that falls on dropped tokens, mean over layers.
+        layer_mass_lost: The same shares by layer number (as text), not averaged.
+        blocks_held: Blocks in use by layer class, or None if never counted.
+        pool_blocks: Blocks that the pool can give to requests, or None if not known.
+        mode: The engine's mode, or None if not known.
+    """
+
+    requests: dict[str, int] = field(default_factory=dict)
+    sieved_requests: int = 0
+    prompt_tokens: int = 0
+    kept_tokens: int = 0
+    dropped_tokens: int = 0
+    freed_blocks: int = 0
+    compactions: int = 0
+    compaction_seconds: float = 0.0
+    attention_mass_lost: list[float] = field(default_factory=list)
+    layer_mass_lost: dict[str, list[float]] = field(default_factory=dict)
+    blocks_held: dict[str, int] | None = None
+    pool_blocks: int | None = None
+    mode: str | None = None
+    _handed_over: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def add_request(self, mode: str) -> None:
+        """Count a request that arrived and is served in this mode."""
+        self.requests[mode] = self.requests.get(mode, 0) + 1
+
+    def add_row(
+        self,
+        *,
+        prompt_tokens: int,
+        stored_tokens: int,
+        num_layers: int,
+        seconds: float,
+        mode: str,
+        mass_lost: Sequence[float] = (),
+        layers: Sequence[int] = (),
+        again: bool = False,
+    ) -> None:
+        """Count one prompt that the worker sieved, or scored in shadow mode.
+
+        Args:
+            prompt_tokens: Length of the original prompt, in tokens.
+            stored_tokens: Prompt tokens that a sieved layer holds, per KV head.
+            num_layers: Layers that were compacted.
+            seconds: Host time, in seconds.
+            mode: "sieve", or "shadow": nothing was moved, so nothing is kept or dropped.
+            mass_lost: Share of the window's attention on dropped tokens, per layer.
+            layers: The layer's number for each share.
+            again: Whether the request was counted before; only work is counted then.
+        """
+        self.compaction_seconds += seconds
+        if mode == "sieve":
+            self.compactions += num_layers
+        if again:
+            return
+        if mode == "sieve":
+            self.sieved_requests += 1
+            self.prompt_tokens += prompt_tokens
+            self.kept_tokens += stored_tokens
+            self.dropped_tokens += prompt_tokens - stored_tokens
+        # One share that is not a number would make the sum of a histogram useless for good.
+        shares = [
+            (str(layer), float(share))
+            for layer, share in zip(layers, mass_lost, strict=True)
+            if math.isfinite(share)
+        ]
+        for layer, share in shares:
+            self.layer_mass_lost.setdefault(layer, []).append(share)
+        if shares:
+            self.attention_mass_lost.append(sum(share for _, share in shares) / len(shares))
+
+    def merge(self, other: SieveCounters) -> None:
+        """Add the sums of `other`, and take the gauges that it knows."""
+        for mode, count in other.requests.items():
+            self.requests[mode] = self.requests.get(mode, 0) + count
+        self.sieved_requests += other.sieved_requests
+        self.prompt_tokens += other.prompt_tokens
+        self.kept_tokens += other.kept_tokens
+        self.dropped_tokens += other.dropped_tokens
+        self.freed_blocks += other.freed_blocks
+        self.compactions += other.compactions
+        self.compaction_seconds += other.compaction_seconds
+        self.attention_mass_lost.extend(other.attention_mass_lost)
+        for layer, shares in other.layer_mass_lost.items():
+            self.layer_mass_lost.setdefault(layer, []).extend(shares)
+        for name in GAUGES:
+            if (value := getattr(other, name)) is not None:
+                setattr(self, name, value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The sums that are not zero and the gauges that are known, as plain JSON values."""
+        return {
+            name: value
+            for name in _NAMES
+            if (value := getattr(self, name)) or (name in GAUGES and value is not None)
+        }
+
+    def take(self) -> dict[str, Any] | None:
+        """Hand over what is new and start the sums again from zero.
+
+        Returns:
+            `as_dict()` without gauges that did not change, or None if nothing is new.
+        """
+        taken = {
+            name: value
+            for name, value in self.as_dict().items()
+            if name not in GAUGES or value != self._handed_over.get(name)
+        }
+        for name in taken.keys() & set(GAUGES):
+            # A copy: in one process the receiver would see what is counted into it later.
+            self._handed_over[name] = taken[name] = copy.copy(taken[name])
+        empty = SieveCounters()
+        for name in _NAMES:
+            if name not in GAUGES:
+                setattr(self, name, getattr(empty, name))
+        return taken or None
+
+    @classmethod
+    def from_dict(cls, handed_over: Mapping[str, Any]) -> SieveCounters:
+        """What `take` or `as_dict` returned, as counters again.
+
+        Raises:
+            TypeError: There is a key that no field has.
+        """
+        if unknown := set(handed_over) - set(_NAMES):
+            raise TypeError(f"unknown counters: {', '.join(sorted(unknown))}")
+        return cls(**handed_over)
+
+
+_NAMES = tuple(each.name for each in fields(SieveCounters) if not each.name.startswith("_"))

@@ -1,0 +1,135 @@
+"""What is done to one request: sieved, only scored, or left alone, and to which budget."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pydantic import ValidationError
+
+from kvsieve.core.budget import BudgetRule
+from kvsieve.core.config import SieveConfig, parse_share
+from kvsieve.core.errors import ConfigError
+
+Mode = Literal["sieve", "shadow", "full"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+KV_BUDGET_KEY = "kv_budget"
+"""The key of `vllm_xargs` (a client's request) and of `SamplingParams.extra_args`."""
+
+FULL = "full"
+"""The value of `kv_budget` that leaves a request's cache alone."""
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What is done to one request, decided when it arrives and never changed.
+
+    Attributes:
+        mode: "sieve" drops what does not fit the budget, "shadow" only scores and reports
+            what a budget would drop, "full" does nothing.
+        budget: The request's own budget; None for the one that the layers have.
+    """
+
+    mode: Mode
+    budget: BudgetRule | None = None
+
+
+def requested_budget(extra_args: Mapping[str, Any] | None) -> Any:
+    """The `kv_budget` of a request as it was given; None if there is none.
+
+    Raises:
+        ValueError: There is a key that is nearly `kv_budget`, which would do nothing.
+    """
+    if not extra_args:
+        return None
+    if KV_BUDGET_KEY not in extra_args:
+        for key in extra_args:
+            # A setting that silently does nothing is worse than an error.
+            if difflib.SequenceMatcher(None, str(key).lower(), KV_BUDGET_KEY).ratio() > 0.8:
+                raise ValueError(f"unknown setting {key!r}; did you mean {KV_BUDGET_KEY!r}?")
+    return extra_args.get(KV_BUDGET_KEY)
+
+
+def treat(mode: Mode, config: SieveConfig, kv_budget: Any, block_size: int) -> Treatment:
+    """How a request is treated that asks for `kv_budget` under the engine's mode.
+
+    Args:
+        mode: The engine's mode when the request arrives.
+        config: The operator's settings, whose bounds the request's budget must keep.
+        kv_budget: What the request asks for: tokens, a share of the prompt ("10%" or a
+            fraction below 1), "full", or None for the operator's budget.
+        block_size: Block size of the cache manager, in tokens.
+
+    Raises:
+        ValueError: The budget cannot be read, or is out of the operator's bounds.
+    """
+    if mode == "full":
+        # Checked all the same: whether a request is valid must not depend on the mode.
+        _parse(config, kv_budget, block_size)
+        return Treatment("full")
+    if kv_budget is None:
+        return Treatment(mode)
+    rule = _parse(config, kv_budget, block_size)
+    return Treatment("full") if rule is None else Treatment(mode, rule)
+
+
+def _parse(config: SieveConfig, kv_budget: Any, block_size: int) -> BudgetRule | None:
+    """A request's budget as a rule; None for "full" and for no wish."""
+    given = f"{KV_BUDGET_KEY} {kv_budget!r}"
+    if kv_budget is None:
+        return None
+    if isinstance(kv_budget, str) and kv_budget.strip().lower() == FULL:
+        if config.max_budget is not None:
+            raise ValueError(f"{given} is above the operator's max_budget of {config.max_budget}")
+        return None
+    budget: int | float
+    try:
+        budget = _as_budget(kv_budget)
+    except ValueError as error:
+        raise ValueError(
+            f"{given} is not a budget ({error}); give a number of tokens, a share of the prompt"
+            f" such as '10%', or {FULL!r}"
+        ) from None
+    smallest, largest = config.smallest_request_budget(block_size), config.max_budget
+    if isinstance(budget, int):
+        if budget < smallest:
+            raise ValueError(
+                f"{given} is too small: the smallest that this server allows is {smallest} tokens"
+            )
+        if largest is not None and budget > largest:
+            raise ValueError(f"{given} is above the operator's max_budget of {largest}")
+        return BudgetRule(tokens=budget, min_tokens=smallest, max_tokens=largest)
+    # The share of a prompt is not known yet; the bounds then hold like the operator's own share.
+    return BudgetRule(share=budget, min_tokens=smallest, max_tokens=largest)
+
+
+def _as_budget(value: Any) -> int | float:
+    """A budget as tokens (int) or as a share of the prompt (float in (0, 1])."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"it is a {type(value).__name__}")
+    if isinstance(value, float):
+        if value >= 1 and value.is_integer():
+            return int(value)
+        if not 0 < value < 1:
+            raise ValueError("a fraction must lie between 0 and 1")
+        return value
+    try:
+        budget = SieveConfig(budget=value).budget
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    return parse_share(budget) if isinstance(budget, str) else budget
+
+
+def check_mode(mode: Any) -> Mode:
+    """A mode that was given as text.
+
+    Raises:
+        ConfigError: There is no such mode.
+    """
+    if mode not in MODES:
+        raise ConfigError([f"the mode must be one of {', '.join(MODES)} (given: {mode!r})"])
+    checked: Mode = mode
+    return checked

@@ -1,0 +1,72 @@
+"""How many observation windows may be open at once, and who may open one.
+
+The worker's rings have a fixed number of slots, counted in the memory profile. The scheduler
+hands them out: where all are taken, a chunk ends before its prompt's window begins, and the
+prompt goes on in a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvsieve.core.config import SieveConfig
+
+MIN_SLOTS = 16
+"""Slots that are always there. Prompts that hit the prefix cache compute little more than
+their window, so many can end in one step however large the budget is."""
+
+
+def num_ring_slots(
+    config: SieveConfig, block_size: int, max_num_batched_tokens: int, max_num_seqs: int
+) -> int:
+    """Windows that can be open at once; scheduler and worker agree by computing it.
+
+    A prompt that hits nothing computes at least its budget, so a step of so many tokens ends
+    at most `tokens // budget` of them, and one may be cut short before and one after.
+
+    Args:
+        config: The operator's settings.
+        block_size: Block size of the cache manager, in tokens.
+        max_num_batched_tokens: Tokens of one step.
+        max_num_seqs: Requests in one step.
+    """
+    budget = config.budget_rule(block_size).smallest
+    return min(max_num_seqs, max(MIN_SLOTS, max_num_batched_tokens // budget + 2))
+
+
+class OpenWindows:
+    """The scheduler's account of the worker's ring slots.
+
+    Args:
+        num_slots: Slots of the worker's rings.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        # Requests whose window is partly observed after the steps scheduled so far.
+        self._open: set[str] = set()
+        # Requests that may reach their window in the step that is being scheduled.
+        self._claimed: set[str] = set()
+
+    def begin_schedule(self, is_running: Callable[[str], bool]) -> None:
+        """Forget requests that ended or were preempted; the worker closes their windows."""
+        self._open = {request_id for request_id in self._open if is_running(request_id)}
+        self._claimed.clear()
+
+    def claim(self, request_id: str) -> bool:
+        """Whether a request may compute queries of its window in this step."""
+        if request_id in self._open or request_id in self._claimed:
+            return True
+        if len(self._open) + len(self._claimed) >= self._num_slots:
+            return False
+        self._claimed.add(request_id)
+        return True
+
+    def scheduled(self, request_id: str, *, is_complete: bool) -> None:
+        """Note that a step computes queries of a request's window, perhaps the last ones."""
+        self._claimed.discard(request_id)
+        if is_complete:
+            # The worker closes it at the end of that step, before the next one begins.
+            self._open.discard(request_id)
+        else:
+            self._open.add(request_id)

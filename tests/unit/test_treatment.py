@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsieve.core.budget import BudgetRule
+from kvsieve.core.config import SieveConfig
+from kvsieve.core.errors import ConfigError
+from kvsieve.core.treatment import MODES, Treatment, check_mode, requested_budget, treat
+
+CONFIG = SieveConfig(budget=256, max_budget=1000)
+SMALLEST = 32 + 4 + 32
+
+
+def test_without_a_wish_the_operator_decides() -> None:
+    assert treat("sieve", CONFIG, None, 32) == Treatment("sieve")
+    assert treat("shadow", CONFIG, None, 32) == Treatment("shadow")
+    assert treat("full", CONFIG, None, 32) == Treatment("full")
+
+
+@pytest.mark.parametrize(
+    ("wish", "budget"),
+    [
+        (68, 68),
+        (1000, 1000),
+        ("256", 256),
+        (" 256 ", 256),
+        (256.0, 256),
+        ("10%", 400),
+        ("10 %", 400),
+        (0.1, 400),
+        ("0.5%", SMALLEST),
+        ("90%", 1000),
+        (0.9, 1000),
+    ],
+)
+def test_a_wish_within_the_bounds_is_granted(wish: Any, budget: int) -> None:
+    treatment = treat("sieve", CONFIG, wish, 32)
+
+    assert treatment.mode == "sieve"
+    assert treatment.budget is not None
+    assert treatment.budget.tokens_for(4000) == budget
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        *[0, -1, 1, 67, 1001, 10**30, "67", "1001", "full", "FULL", "none", "", "ten", "10%%"],
+        *["-10%", "0%", "101%", "1e3", 0.0, -0.5, 67.5, 1.5, float("nan"), float("inf")],
+        *[True, [256], {"tokens": 256}, "68; drop table", "\x00", "9" * 10_000],
+    ],
+)
+def test_any_other_wish_is_refused_in_every_mode(wish: Any) -> None:
+    for mode in MODES:
+        with pytest.raises(ValueError, match="kv_budget"):
+            treat(mode, CONFIG, wish, 32)
+
+
+def test_full_is_allowed_where_the_operator_sets_no_upper_bound() -> None:
+    assert treat("sieve", SieveConfig(), "full", 32) == Treatment("full")
+    assert treat("shadow", SieveConfig(), " Full", 32) == Treatment("full")
+
+
+def test_the_operators_lower_bound_holds() -> None:
+    config = SieveConfig(budget=512, min_budget=200)
+    with pytest.raises(ValueError, match="smallest that this server allows is 200"):
+        treat("sieve", config, 199, 32)
+    assert treat("sieve", config, 200, 32).budget == BudgetRule(tokens=200, min_tokens=200)
+
+
+def test_the_full_mode_wins() -> None:
+    assert treat("full", CONFIG, 68, 32) == Treatment("full")
+
+
+@given(st.integers(0, 2000), st.integers(1, 20_000))
+def test_a_budget_of_a_request_never_leaves_the_bounds(wish: int, prompt_tokens: int) -> None:
+    try:
+        treatment = treat("sieve", CONFIG, wish, 32)
+    except ValueError:
+        assert not SMALLEST <= wish <= 1000
+        return
+    assert treatment.budget is not None
+    assert SMALLEST <= treatment.budget.tokens_for(prompt_tokens) <= 1000
+
+
+def test_the_wish_is_found_and_a_slip_is_named() -> None:
+    assert requested_budget(None) is None
+    assert requested_budget({}) is None
+    assert requested_budget({"other": 1}) is None
+    assert requested_budget({"kv_budget": 5, "kv_budgets": 6}) == 5
+    for slip in ("kv_budgte", "kv-budget", "kvbudget", "KV_BUDGET", "kv_budget "):
+        with pytest.raises(ValueError, match="did you mean 'kv_budget'"):
+            requested_budget({slip: 256})
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    assert [check_mode(mode) for mode in MODES] == list(MODES)
+    for mode in ("", "Sieve", "off", None, 1):
+        with pytest.raises(ConfigError, match="one of sieve, shadow, full"):
+            check_mode(mode)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.strategies import booleans, data, integers
+
+from kvsieve.core.config import SieveConfig
+from kvsieve.engine.windows import OpenWindows, num_ring_slots
+
+
+def test_slots_follow_the_smallest_budget() -> None:
+    config = SieveConfig(budget=256, min_budget=200)
+    assert num_ring_slots(config, 32, 2048, 256) == 16
+    assert num_ring_slots(config, 32, 8192, 256) == 8192 // 256 + 2
+    assert num_ring_slots(config, 32, 8192, 4) == 4
+    assert num_ring_slots(SieveConfig(budget="10%"), 32, 8192, 256) == 8192 // 68 + 2
+
+
+class Steps(RuleBasedStateMachine):
+    """Windows as a worker would see them never exceed the slots."""
+
+    slots = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows = OpenWindows(self.slots)
+        self.worker: set[str] = set()
+        self.running: set[str] = set()
+        self.most = 0
+
+    @rule(choices=data())
+    def step(self, choices) -> None:  # type: ignore[no-untyped-def]
+        self.running |= {str(choices.draw(integers(0, 9))) for _ in range(3)}
+        gone = {r for r in sorted(self.running) if choices.draw(integers(0, 9)) == 0}
+        self.running -= gone
+        self.worker -= gone
+        self.windows.begin_schedule(self.running.__contains__)
+        granted = [r for r in sorted(self.running) if self.windows.claim(r)]
+        # Some are granted and then not scheduled, for lack of blocks.
+        scheduled = [r for r in granted if choices.draw(integers(0, 4))]
+        complete = {r for r in scheduled if choices.draw(booleans())}
+        for request_id in scheduled:
+            self.windows.scheduled(request_id, is_complete=request_id in complete)
+        self.worker |= set(scheduled)
+        self.most = max(self.most, len(self.worker))
+        self.worker -= complete
+        self.running -= complete
+
+    @invariant()
+    def never_more_than_there_are(self) -> None:
+        assert self.most <= self.slots
+
+
+TestSteps = Steps.TestCase
+TestSteps.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(integers(1, 5))
+def test_a_slot_comes_back(slots: int) -> None:
+    windows = OpenWindows(slots)
+    for turn in range(20):
+        windows.begin_schedule(lambda _: True)
+        assert windows.claim(f"{turn}")
+        windows.scheduled(f"{turn}", is_complete=True)
