@@ -2,7 +2,9 @@
 
 "Equal" means: the same kept positions except where two scores lie closer than
 `SCORE_EPSILON` (relative), and the same greedy tokens except where the two best logits
-lie closer than `LOGIT_EPSILON`. Batch shape and kernel change rounding, nothing else.
+lie closer than `LOGIT_EPSILON`. Batch shape and kernel change rounding, nothing else. The
+oracle decodes with the positions that the engine kept, so that a near tie among them does
+not excuse the text.
 """
 
 from __future__ import annotations
@@ -29,8 +31,7 @@ class Agreement:
         position_ties: Positions that differ and are explained by a near tie.
         tokens: Tokens compared.
         token_ties: Tokens that differ and are explained by a near tie.
-        max_logprob_difference: Largest difference of a token's log-probability among the
-            requests whose kept positions are all equal.
+        max_logprob_difference: Largest difference of a token's log-probability.
         disagreements: Everything that no near tie explains, in words.
     """
 
@@ -68,6 +69,12 @@ class Agreement:
         complain = self.disagreements.append
         label = label or f"prompt of {len(prompt)}, budget {budget}"
         tokens = generated.token_ids
+        window = min(int(parameters.get("observation_window", 32)), len(prompt))
+        own = torch.arange(len(prompt) - window, len(prompt))
+        chosen = {
+            layer: torch.cat([kept, own.expand(kept.shape[0], -1)], dim=1)
+            for layer, kept in generated.kept.items()
+        }
         expected = oracle.run(
             prompt,
             budget_tokens=budget,
@@ -75,6 +82,7 @@ class Agreement:
             full_layers=full_layers,
             max_new_tokens=len(tokens),
             forced_tokens=tokens,
+            forced_kept=chosen,
             **parameters,
         )
         self.requests += 1
@@ -83,13 +91,12 @@ class Agreement:
         if set(generated.kept) != set(references):
             complain(f"{label}: layers {sorted(generated.kept)} sieved, not {sorted(references)}")
             return
-        ties_before = self.position_ties
         for layer, reference in references.items():
-            window = torch.arange(
-                len(prompt) - (reference.shape[1] - generated.kept[layer].shape[1]), len(prompt)
-            ).expand(reference.shape[0], -1)
-            kept = torch.cat([generated.kept[layer], window], dim=1)
+            kept = chosen[layer]
             self.positions += kept.numel()
+            if kept.shape != reference.shape:
+                complain(f"{label}, layer {layer}: kept {kept.shape[1]}, not {reference.shape[1]}")
+                continue
             different, explained = kept_difference(
                 reference, kept, expected.scores[layer], SCORE_EPSILON
             )
@@ -106,7 +113,7 @@ class Agreement:
                         f"{label}, token {step}: {token}, not {expected.token_ids[step]}"
                         f" (gap {expected.top2_gap[step]:.2e})"
                     )
-        if self.position_ties == ties_before and generated.logprobs:
-            own = expected.logprobs[torch.arange(len(tokens)), torch.tensor(tokens)]
-            difference = float((own - torch.tensor(generated.logprobs)).abs().max())
+        if generated.logprobs:
+            theirs = expected.logprobs[torch.arange(len(tokens)), torch.tensor(tokens)]
+            difference = float((theirs - torch.tensor(generated.logprobs)).abs().max())
             self.max_logprob_difference = max(self.max_logprob_difference, difference)

@@ -34,9 +34,11 @@ class Traffic:
         max_prompt: Longest prompt, in tokens.
         max_output: Longest answer, in tokens.
         arrival_chance: Chance that another request arrives in a step.
+        burst: Requests that arrive together, at most.
         abort_chance: Chance that a running or waiting request is aborted in a step.
         shared_prefix: Tokens that all prompts start with.
-        turns: Chance that a request continues an earlier one: its prompt, answer and more.
+        turns: Chance that a request continues an earlier one (prompt, answer and more) or
+            repeats it.
         budgets: What requests ask for as `kv_budget`; drawn for each.
         modes: Modes that a switch may choose.
         switch_chance: Chance that the mode is switched in a step.
@@ -49,6 +51,7 @@ class Traffic:
     max_prompt: int = 500
     max_output: int = 16
     arrival_chance: float = 0.5
+    burst: int = 1
     abort_chance: float = 0.0
     shared_prefix: int = 0
     turns: float = 0.0
@@ -128,9 +131,11 @@ class _Fuzz:
 
         while waiting or alive:
             if waiting and (not alive or self._happens(traffic.arrival_chance)):
-                request_id = waiting.pop()
-                alive.add(request_id)
-                self._add(request_id)
+                together = 1 if traffic.burst == 1 else self.random.randint(1, traffic.burst)
+                for _ in range(min(together, len(waiting))):
+                    request_id = waiting.pop()
+                    alive.add(request_id)
+                    self._add(request_id)
             if alive and self._happens(traffic.abort_chance):
                 victim = self.random.choice(sorted(alive))
                 self.llm_engine.abort_request([victim])
@@ -151,6 +156,7 @@ class _Fuzz:
                         (self.asked[output.request_id], as_generated(output, kept))
                     )
                     self.round.events["finish"] += 1
+                    self.round.events["prefix hit"] += bool(output.num_cached_tokens)
             self.round.steps += 1
             self._check_step()
             if self.round.violations or self.round.steps > 20_000:
@@ -169,6 +175,8 @@ class _Fuzz:
         before = self.prefix
         if self.round.outcomes and self._happens(traffic.turns):
             asked, generated = self.random.choice(self.round.outcomes)
+            if self.random.random() < 0.3:
+                return asked.prompt
             before = [*asked.prompt, *generated.token_ids][: traffic.max_prompt - 1]
             length = min(traffic.max_prompt, len(before) + self.random.randint(1, 80))
         tail = random_prompt(max(1, length - len(before)), seed)
@@ -215,8 +223,6 @@ class _Fuzz:
         complain = self.round.violations.append
         for request_id, request in self.scheduler.requests.items():
             self.preemptions[request_id] = request.num_preemptions
-            if request.prefill_stats and request.prefill_stats.num_cached_tokens:
-                self._count(request_id, "prefix hit")
             plan = self.scheduler.planned[request_id]
             if plan.is_observed and request.num_computed_tokens >= plan.prompt_tokens:
                 self._count(request_id, plan.treatment.mode)
@@ -225,6 +231,7 @@ class _Fuzz:
             if not torch.all(cache[0] == NULL_MARK):
                 complain(f"step {self.round.steps}: the null block was written to")
                 break
+        self._check_published()
         holders: dict[int, int] = {}
         for manager in self.managers:
             for request_id, blocks in manager.req_to_blocks.items():
@@ -258,6 +265,22 @@ class _Fuzz:
                 f"step {self.round.steps}: {len(holders)} blocks held, {copies} copies and"
                 f" {self.pool.get_num_free_blocks()} free, of {self.baseline}"
             )
+
+    def _check_published(self) -> None:
+        """No block that holds something else than a prompt is known to the prefix cache."""
+        for request_id, request in self.scheduler.requests.items():
+            plan = self.scheduler.planned[request_id]
+            if not plan.is_sieved:
+                continue
+            for manager in self.managers:
+                blocks = manager.req_to_blocks.get(request_id, [])
+                first_private = request.num_prompt_tokens // BLOCK_SIZE
+                if manager in self.scheduler.sieved_managers:
+                    first_private = plan.starts[0] // BLOCK_SIZE
+                if any(block.block_hash is not None for block in blocks[first_private:]):
+                    self.round.violations.append(
+                        f"step {self.round.steps}: {request_id} published what is not its prompt"
+                    )
 
     def _check_end(self) -> None:
         complain = self.round.violations.append

@@ -129,7 +129,7 @@ def test_a_bad_setting_is_refused_before_anything_is_loaded(
 
 def refusals_of_a_model(**model: bool) -> list[str]:
     """Runs in an engine's process: what is refused of a model that cannot be had here."""
-    from kvsieve.engine.checks import REFUSALS
+    from kvsieve.engine.support import FEATURES
 
     config = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -137,7 +137,7 @@ def refusals_of_a_model(**model: bool) -> list[str]:
         )
     )
     named = ("multimodal input", "an encoder-decoder model")
-    return [r.feature for r in REFUSALS if r.feature in named and r.is_asked_for(config)]
+    return [f.name for f in FEATURES if f.name in named and f.is_asked_for(config)]
 
 
 def test_multimodal_and_encoder_decoder_models_are_refused(v1_host: EngineHost) -> None:

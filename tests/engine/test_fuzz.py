@@ -194,30 +194,58 @@ def check_random_round(
     return outcome
 
 
-@pytest.fixture
-def own_host() -> Iterator[EngineHost]:
+@pytest.fixture(scope="module")
+def sabotaged_host() -> Iterator[EngineHost]:
     host = EngineHost("v1")
     yield host
     host.close()
 
 
 @pytest.mark.parametrize(
-    "bug",
-    [
-        sabotage.free_without_compaction,
-        sabotage.start_off_by_one_block,
-        sabotage.stale_queries,
-        sabotage.free_before_processed,
-        sabotage.publish_the_kept_region,
-        sabotage.hit_beyond_the_start,
-        sabotage.keep_the_worst,
-    ],
+    "bug", sabotage.BUGS, ids=[f"{bug.__name__}: {rule}" for bug, rule in sabotage.BUGS.items()]
 )
 def test_a_planted_bug_is_caught(
-    own_host: EngineHost, tiny_llama: str, oracle: Oracle, bug: Callable[[], None]
+    sabotaged_host: EngineHost, tiny_llama: str, oracle: Oracle, bug: Callable[[], None]
 ) -> None:
-    own_host.call(bug)
-    start_engine(own_host, tiny_llama, 96, 150, 150, enable_prefix_caching=True)
-    traffic = Traffic(6, num_requests=8, shared_prefix=200)
-    with pytest.raises((AssertionError, HostError)):
-        check_round(oracle, own_host.call(run_traffic, "fuzz", traffic), 96)
+    sabotaged_host.call(sabotage.plant, bug.__name__)
+    try:
+        with pytest.raises((AssertionError, HostError)):
+            check_hard_round(sabotaged_host, tiny_llama, oracle)
+    finally:
+        sabotaged_host.call(sabotage.undo)
+
+
+def test_without_a_planted_bug_the_same_rounds_pass(
+    sabotaged_host: EngineHost, tiny_llama: str, oracle: Oracle
+) -> None:
+    check_hard_round(sabotaged_host, tiny_llama, oracle)
+
+
+def check_hard_round(host: EngineHost, model: str, oracle: Oracle) -> None:
+    """Four small rounds that need every rule."""
+    start_engine(host, model, 96, 1000, 250, enable_prefix_caching=True)
+    shared = Traffic(
+        6,
+        num_requests=14,
+        max_prompt=400,
+        max_output=40,
+        shared_prefix=250,
+        turns=0.4,
+        burst=5,
+        budgets=(None, 68, 160),
+        reset_chance=0.1,
+    )
+    check_round(oracle, host.call(run_traffic, "fuzz", shared), 96)
+    start_engine(host, model, 68, 31, 150, enable_prefix_caching=False)
+    aborting = Traffic(3, num_requests=12, max_prompt=220, max_output=6, abort_chance=0.3)
+    check_round(oracle, host.call(run_traffic, "fuzz", aborting), 68)
+    start_engine(host, model, 68, 150, 54, enable_prefix_caching=False)
+    preempting = Traffic(2, num_requests=8, max_prompt=220, max_output=200, arrival_chance=1.0)
+    outcome = host.call(run_traffic, "fuzz", preempting)
+    check_round(oracle, outcome, 68)
+    assert outcome.events["preemption"] > 0, "the pool was meant to be too small"
+    start_engine(host, model, 96, 150, 54, enable_prefix_caching=False)
+    tight = Traffic(7, num_requests=8, max_prompt=220, max_output=60, arrival_chance=1.0)
+    outcome = host.call(run_traffic, "fuzz", tight)
+    check_round(oracle, outcome, 96)
+    assert outcome.events["preemption"] == 0, "freed first, the blocks suffice"

@@ -70,6 +70,7 @@ class _Run:
     pool_size: int
     pooling: str
     num_sink_tokens: int
+    forced_kept: dict[int, torch.Tensor] = field(default_factory=dict)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
     # Layer -> bool [num_kv_heads, P]: prompt positions hidden from queries at or after P.
@@ -86,7 +87,8 @@ class _Run:
             num_sink_tokens=self.num_sink_tokens,
         )
         dropped = torch.ones(k.shape[0], self.prompt_len, dtype=torch.bool, device=k.device)
-        self.dropped[layer] = dropped.scatter(1, kept, False)
+        used = self.forced_kept.get(layer, kept).to(k.device)
+        self.dropped[layer] = dropped.scatter(1, used, False)
         self.kept[layer] = kept.cpu()
         self.scores[layer] = scores.float().cpu()
 
@@ -212,6 +214,7 @@ class Oracle:
         num_sink_tokens: int = 4,
         max_new_tokens: int,
         forced_tokens: list[int] | None = None,
+        forced_kept: dict[int, torch.Tensor] | None = None,
     ) -> OracleResult:
         """Prefills the prompt, sieves, and decodes exactly `max_new_tokens` steps.
 
@@ -222,6 +225,8 @@ class Oracle:
         Args:
             forced_tokens: exactly `max_new_tokens` tokens, fed in place of the greedy choices, so
                 that step i is conditioned on `forced_tokens[:i]`.
+            forced_kept: per layer, positions [num_kv_heads, P - start] that decoding sees in
+                place of the oracle's own choice. The choice itself is reported as ever.
 
         Raises:
             ValueError: for an unknown layer, a length that does not fit, or a budget that cannot
@@ -242,6 +247,7 @@ class Oracle:
             pool_size=pool_size,
             pooling=pooling,
             num_sink_tokens=num_sink_tokens,
+            forced_kept=forced_kept or {},
         )
 
         # Made without a config: with one, sliding-window layers would get a truncating cache.

@@ -10,6 +10,7 @@ from rich.console import Console
 from kvsieve.cli.demo import demo
 from kvsieve.cli.doctor import doctor
 from kvsieve.cli.generate import generate
+from kvsieve.cli.mode import mode
 from kvsieve.cli.plan import plan
 from kvsieve.cli.serve import serve
 from kvsieve.core.errors import KvsieveError
@@ -26,6 +27,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(generate)
 app.command()(plan)
 app.command()(doctor)
+app.command()(mode)
 app.command()(demo)
 
 

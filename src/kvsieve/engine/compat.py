@@ -41,9 +41,11 @@ class VllmSymbol:
 
 
 _CORE = "vllm.v1.core"
+_DOORS = "vllm.entrypoints"
 VLLM_SYMBOLS: tuple[VllmSymbol, ...] = (
     VllmSymbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "activation"),
     VllmSymbol("vllm.config", "VllmConfig", "activation"),
+    VllmSymbol("vllm.exceptions", "VLLMValidationError", "refusing requests"),
     VllmSymbol(
         "vllm.v1.engine.input_processor", "InputProcessor.process_inputs", "refusing requests"
     ),
@@ -107,6 +109,37 @@ VLLM_SYMBOLS: tuple[VllmSymbol, ...] = (
     ),
     VllmSymbol(f"{_CORE}.sched.scheduler", "Scheduler._free_request", "reporting per request"),
     VllmSymbol(f"{_CORE}.sched.scheduler", "Scheduler.update_from_output", "reporting per request"),
+    VllmSymbol(f"{_CORE}.sched.scheduler", "Scheduler.make_stats", "carrying numbers to /metrics"),
+    VllmSymbol(
+        "vllm.v1.metrics.stats", "SchedulerStats.kv_connector_stats", "carrying numbers to /metrics"
+    ),
+    VllmSymbol("vllm.v1.metrics.loggers", "StatLoggerManager.__init__", "numbers on /metrics"),
+    VllmSymbol("vllm.v1.metrics.loggers", "StatLoggerManager.record", "numbers on /metrics"),
+    VllmSymbol(
+        f"{_CORE}.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager._apply_cow",
+        "private copies of what will be overwritten",
+    ),
+    VllmSymbol(
+        f"{_CORE}.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.get_num_blocks_to_allocate",
+        "private copies of what will be overwritten",
+    ),
+    VllmSymbol(
+        f"{_CORE}.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.add_local_computed_blocks",
+        "private copies of what will be overwritten",
+    ),
+    VllmSymbol(
+        f"{_CORE}.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.allocate_new_blocks",
+        "private copies of what will be overwritten",
+    ),
+    VllmSymbol(f"{_CORE}.block_pool", "BlockPool._insert_block_hash", "publishing copies of tails"),
+    VllmSymbol(f"{_CORE}.block_pool", "BlockPool.get_new_blocks", "publishing copies of tails"),
+    VllmSymbol("vllm.v1.worker.utils", "copy_kv_cache_blocks_inplace", "copying blocks"),
+    VllmSymbol(f"{_CORE}.sched.scheduler", "Scheduler.reset_prefix_cache", "dropping copies"),
+    VllmSymbol(f"{_CORE}.sched.output", "SchedulerOutput", "telling the worker of its requests"),
     VllmSymbol(f"{_CORE}.sched.async_scheduler", "AsyncScheduler", "asynchronous scheduling"),
     VllmSymbol(
         "vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", "sieving after the model call"
@@ -124,6 +157,54 @@ VLLM_SYMBOLS: tuple[VllmSymbol, ...] = (
     ),
     VllmSymbol("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa", "checking the cache layout"),
     VllmSymbol("vllm._custom_ops", "cpu_attn_reshape_and_cache", "checking the cache layout"),
+    VllmSymbol(
+        "vllm.v1.engine.output_processor",
+        "RequestState.make_request_output",
+        "the reports of all choices of a request",
+    ),
+    VllmSymbol(
+        "vllm.v1.engine.parallel_sampling",
+        "ParentRequest.n",
+        "the reports of all choices of a request",
+    ),
+    VllmSymbol(
+        f"{_DOORS}.generate.api_router", "init_generate_state", "reports in streamed responses"
+    ),
+    VllmSymbol(
+        f"{_DOORS}.openai.completion.serving",
+        "OpenAIServingCompletion.completion_stream_generator",
+        "reports in streamed completions",
+    ),
+    VllmSymbol(
+        f"{_DOORS}.openai.completion.serving",
+        "OpenAIServingCompletion.request_output_to_completion_response",
+        "reports of several prompts",
+    ),
+    VllmSymbol(
+        f"{_DOORS}.openai.chat_completion.serving",
+        "OpenAIServingChat.chat_completion_stream_generator",
+        "reports in streamed chat",
+    ),
+    VllmSymbol(
+        f"{_DOORS}.openai.chat_completion.batch_serving",
+        "OpenAIServingChatBatch.chat_completion_full_generator_batch",
+        "reports of batched chat",
+    ),
+    VllmSymbol(
+        f"{_DOORS}.anthropic.serving",
+        "AnthropicServingMessages.message_stream_converter",
+        "reports in streamed messages",
+    ),
+    VllmSymbol(
+        f"{_DOORS}.scale_out.token_in_token_out.serving",
+        "ServingTokens.serve_tokens_stream_generator",
+        "reports in streamed tokens",
+    ),
+    VllmSymbol(f"{_DOORS}.serve", "register_vllm_serve_api_routers", "the route of the mode"),
+    VllmSymbol("vllm.v1.engine.core", "EngineCore", "switching the mode"),
+    VllmSymbol(
+        "vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", "switching the mode"
+    ),
 )
 
 

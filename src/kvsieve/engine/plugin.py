@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -10,13 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
-from kvsieve.core.treatment import requested_budget, treat
+from kvsieve.core.treatment import KV_BUDGET_KEY, requested_budget, treat
+from kvsieve.engine.wrapping import wrap
 
 CPU_BLOCK_SIZE = 32
 """Block size on CPUs unless the user chose one, in tokens. vLLM's 128 there would turn a
 budget of 256 into up to 383 stored tokens."""
-
-_WRAPPED = "_kvsieve_wrapped"
 
 
 def is_disabled() -> bool:
@@ -25,16 +23,27 @@ def is_disabled() -> bool:
 
 
 def register() -> None:
-    """Hook vLLM's configuration and its intake of requests.
+    """Hook vLLM's configuration, its intake of requests and its front end.
 
-    vLLM calls this in every process, any number of times. The two functions that are
-    wrapped pass through unless `additional_config` has a `kvsieve` key.
+    vLLM calls this in every process, any number of times. Whatever is wrapped passes
+    through unless `additional_config` has a `kvsieve` key.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.input_processor import InputProcessor
 
-    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
-    _wrap(InputProcessor, "process_inputs", _process_inputs)
+    from kvsieve.engine.frontend.doors import install_doors
+    from kvsieve.engine.frontend.metrics import install_metrics
+    from kvsieve.engine.frontend.mode_call import install_mode_call
+    from kvsieve.engine.frontend.mode_route import install_mode_route
+    from kvsieve.engine.frontend.parallel import install_parallel_reports
+
+    wrap(EngineArgs, "create_engine_config", _create_engine_config)
+    wrap(InputProcessor, "process_inputs", _process_inputs)
+    install_mode_call()
+    install_mode_route()
+    install_doors()
+    install_parallel_reports()
+    install_metrics()
 
 
 def is_configured(additional_config: Any) -> bool:
@@ -44,19 +53,6 @@ def is_configured(additional_config: Any) -> bool:
         and CONFIG_KEY in additional_config
         and not is_disabled()
     )
-
-
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    stock = getattr(owner, name)
-    if getattr(stock, _WRAPPED, False):
-        return
-
-    @functools.wraps(stock)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(stock, self, *args, **kwargs)
-
-    setattr(wrapped, _WRAPPED, True)
-    setattr(owner, name, wrapped)
 
 
 def _create_engine_config(
@@ -83,21 +79,29 @@ def _create_engine_config(
 def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
     """`InputProcessor.process_inputs`, refusing requests that the sieve cannot serve.
 
-    Every door of vLLM passes here in the process that talks to the client, and turns a
-    `ValueError` into an answer with status 400.
+    Every door of vLLM passes here in the process that talks to the client, and answers
+    this kind of error with status 400.
+
+    Raises:
+        VLLMValidationError: The request cannot be served, or its `kv_budget` is wrong.
     """
     vllm_config = processor.vllm_config
     if not is_configured(vllm_config.additional_config):
         return stock(processor, *args, **kwargs)
+    from vllm.exceptions import VLLMValidationError
+
     call = inspect.signature(stock).bind(processor, *args, **kwargs).arguments
     if call.get("resumable"):
-        raise ValueError(
+        raise VLLMValidationError(
             "streaming input is not served together with kvsieve: a prompt that grows would move"
             " the start of what is kept; send the whole prompt in one request"
         )
     config = SieveConfig.parse(vllm_config.additional_config[CONFIG_KEY])
-    kv_budget = requested_budget(getattr(call["params"], "extra_args", None))
-    treat(config.mode, config, kv_budget, vllm_config.cache_config.block_size)
+    try:
+        kv_budget = requested_budget(getattr(call["params"], "extra_args", None))
+        treat(config.mode, config, kv_budget, vllm_config.cache_config.block_size)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter=KV_BUDGET_KEY) from None
     return stock(processor, *args, **kwargs)
 
 
@@ -107,7 +111,8 @@ def activate(vllm_config: Any, config: SieveConfig) -> None:
     Raises:
         ConfigError: The configuration asks for something that kvsieve does not serve.
     """
-    from kvsieve.engine.checks import WORKERS, refuse_unsupported
+    from kvsieve.engine.checks import refuse_unsupported
+    from kvsieve.engine.support import WORKERS
 
     refuse_unsupported(vllm_config)
     config.budget_rule(vllm_config.cache_config.block_size)

@@ -14,6 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
+from kvsieve.core.errors import ConfigError
 from kvsieve.core.treatment import Mode, Treatment, check_mode, requested_budget, treat
 from kvsieve.engine.allocation import bind_decode_shortcut
 from kvsieve.engine.manager import SievedManager
@@ -80,10 +81,26 @@ class SieveSchedulerMixin(_Base):
         self._log_capacity()
 
     def _log_capacity(self) -> None:
-        """Say how many long requests fit; vLLM's own line knows nothing of the sieve."""
+        """Say how many long requests fit; vLLM's own line knows nothing of the sieve.
+
+        Raises:
+            ConfigError: A prompt that vLLM would accept could never be read.
+        """
         longest = self.max_model_len
         managers = self.kv_cache_manager.coordinator.single_type_managers
+        # The null block is never given to a request.
+        pool = self.kv_cache_config.num_blocks - 1
         read = sum(cdiv(longest, manager.block_size) for manager in managers)
+        if read > pool:
+            fits = pool // len(managers) * self._block_size
+            raise ConfigError(
+                [
+                    f"a prompt of --max-model-len {longest} tokens needs {read} blocks while it is"
+                    f" read, and the pool has {pool}: it could fit only after it was sieved, and"
+                    f" would wait for ever; use --max-model-len {fits} or less, or give the cache"
+                    " more memory (--kv-cache-memory-bytes, --gpu-memory-utilization)"
+                ]
+            )
         freed = sum(m.spec.start(longest) // m.block_size for m in self.sieved_managers)
         logger.info(
             "kvsieve: a prompt of %d tokens needs %d blocks while it is read and %d once it is"
@@ -91,8 +108,8 @@ class SieveSchedulerMixin(_Base):
             longest,
             read,
             read - freed,
-            1 + (self.kv_cache_config.num_blocks - read) / (read - freed),
-            self.kv_cache_config.num_blocks,
+            1 + (pool - read) / (read - freed),
+            pool,
         )
 
     @property
@@ -228,15 +245,17 @@ class SieveSchedulerMixin(_Base):
         return outputs
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's statistics of a step, with our counters in a field that is free here.
+        """Statistics of a step as stock, with our counters in a field that is free here.
 
         The statistics go to the process that serves `/metrics`, where
         `frontend/metrics.py` takes our entry out again. KV connectors are refused.
         """
         stats = super().make_stats(*args, **kwargs)
-        if stats is None:
-            return None
         counters = self.proof.counters
+        if stats is None:
+            # Nobody asks, and the lists of shares must not grow for ever.
+            counters.take()
+            return None
         counters.mode = self._mode
         now = time.monotonic()
         # An engine that falls idle makes no more statistics: its last ones must be right.

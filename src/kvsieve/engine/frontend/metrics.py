@@ -1,0 +1,251 @@
+"""The sieve's numbers on vLLM's `/metrics`.
+
+They arrive as an entry of `SchedulerStats.kv_connector_stats`, the one free dict that vLLM
+carries from the scheduler to the API process with every step. `StatLoggerManager.record`
+is where it arrives; the entry is taken out before vLLM's own loggers, which take the field
+for a connector's, see it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+from kvsieve.core.config import CONFIG_KEY, SieveConfig
+from kvsieve.core.counters import SieveCounters
+from kvsieve.core.treatment import MODES
+from kvsieve.engine.wrapping import wrap
+
+logger = logging.getLogger("vllm.kvsieve.metrics")
+
+SHARE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+"""Upper bounds of a histogram of shares."""
+
+LAYER_CLASSES = ("full", "sieved")
+
+_LABELS = ("model_name", "engine")
+_ONCE = " A request that is recomputed after a preemption is counted once."
+_AGAIN = " A request that is recomputed after a preemption counts again."
+_PER_HEAD = " Per KV head of one sieved layer, not summed over layers."
+_COUNTERS = {
+    "requests": (
+        "Requests that arrived, by the mode they are served in: sieve, shadow (scored, nothing"
+        " dropped) or full (left alone).",
+        ("mode",),
+    ),
+    "sieved_requests": (
+        "Requests whose sieved layers were compacted, counted on the worker." + _ONCE,
+        (),
+    ),
+    "prompt_tokens": (
+        "Prompt tokens of sieved requests, counted on the worker when the prompt is sieved: each"
+        " prompt once, not once per layer. Prompts within their budget are not in it." + _ONCE,
+        (),
+    ),
+    "kept_tokens": ("Prompt tokens kept of sieved requests." + _PER_HEAD + _ONCE, ()),
+    "dropped_tokens": (
+        "Prompt tokens dropped of sieved requests: kvsieve_prompt_tokens_total less"
+        " kvsieve_kept_tokens_total." + _PER_HEAD + _ONCE,
+        (),
+    ),
+    "freed_blocks": (
+        "KV-cache blocks that went back to the pool because their tokens were dropped, summed"
+        " over sieved layer groups. A block that another request shares is not freed." + _AGAIN,
+        (),
+    ),
+    "compactions": (
+        "Compactions, each of one request's cache in one sieved layer." + _AGAIN,
+        (),
+    ),
+    "compaction_seconds": (
+        "Host time that the worker spent on scoring and compaction, in seconds; in shadow mode"
+        " on scoring." + _AGAIN,
+        (),
+    ),
+}
+_GAUGES = {
+    "blocks_held": (
+        "KV-cache blocks in the block tables of requests, by class of layer: sieved, or full for"
+        " all others. A block that requests share counts for each of them.",
+        ("layer_class",),
+    ),
+    "pool_blocks": ("KV-cache blocks that the pool can give to requests.", ()),
+    "mode": ("1 for the mode that new requests are served in, 0 for the others.", ("mode",)),
+}
+_LOST = (
+    "Share of the attention of the prompt's last queries (the observation window) that falls on"
+    " tokens that are dropped, or in shadow mode would be; mean over heads, "
+)
+_HISTOGRAMS = {
+    "attention_mass_lost": (
+        _LOST + "and over sieved layers. One observation per request, sieved or shadow.",
+        (),
+    ),
+    "layer_attention_mass_lost": (
+        _LOST + "in one sieved layer. One observation per request and layer.",
+        ("layer",),
+    ),
+}
+
+_Metric = TypeVar("_Metric", bound=MetricWrapperBase)
+
+
+def exported_names() -> dict[str, tuple[str, ...]]:
+    """Every metric name that a PromQL expression can use, with its labels."""
+    names: dict[str, tuple[str, ...]] = {}
+    for name, (_, labels) in _COUNTERS.items():
+        names[f"kvsieve_{name}_total"] = (*_LABELS, *labels)
+    for name, (_, labels) in _GAUGES.items():
+        names[f"kvsieve_{name}"] = (*_LABELS, *labels)
+    for name, (_, labels) in _HISTOGRAMS.items():
+        names[f"kvsieve_{name}_bucket"] = (*_LABELS, *labels, "le")
+        names[f"kvsieve_{name}_count"] = names[f"kvsieve_{name}_sum"] = (*_LABELS, *labels)
+    return names
+
+
+class _Families:
+    """The metrics without their labels' values. They can be registered once per process."""
+
+    def __init__(self) -> None:
+        self.counters = {
+            name: Counter(f"kvsieve_{name}", text, (*_LABELS, *labels))
+            for name, (text, labels) in _COUNTERS.items()
+        }
+        self.gauges = {
+            # With several API processes each step's numbers reach one of them: the latest
+            # to be told is right, as for vLLM's own gauges.
+            name: Gauge(
+                f"kvsieve_{name}", text, (*_LABELS, *labels), multiprocess_mode="mostrecent"
+            )
+            for name, (text, labels) in _GAUGES.items()
+        }
+        self.histograms = {
+            name: Histogram(f"kvsieve_{name}", text, (*_LABELS, *labels), buckets=SHARE_BUCKETS)
+            for name, (text, labels) in _HISTOGRAMS.items()
+        }
+
+
+@functools.cache
+def _families() -> _Families:
+    return _Families()
+
+
+class SieveMetrics:
+    """The sieve's metrics of one model, for the engines that a process talks to.
+
+    They go to the registry that vLLM's `/metrics` shows: prometheus_client's own, or the
+    files of its multi-process mode with several API processes. Making it again, for
+    another engine or model, adds labels and keeps what was counted.
+
+    Args:
+        model_name: Value of the label `model_name`.
+        engines: Values of the label `engine`.
+        mode: The engine's mode at start.
+        pool_blocks: Blocks that the pool can give to requests, if known yet.
+    """
+
+    def __init__(
+        self, model_name: str, engines: Iterable[int], mode: str, pool_blocks: int | None = None
+    ) -> None:
+        self._model_name = model_name
+        start = SieveCounters(
+            requests=dict.fromkeys(MODES, 0),
+            blocks_held=dict.fromkeys(LAYER_CLASSES, 0),
+            pool_blocks=pool_blocks,
+            mode=mode,
+        )
+        for engine in engines:
+            # A rate can be computed from a series only if it exists before it grows.
+            self.add(start, engine)
+
+    def add(self, counters: SieveCounters, engine: int) -> None:
+        """Add sums and set gauges of one engine."""
+        families = _families()
+        for mode, count in counters.requests.items():
+            self._of(families.counters["requests"], engine, mode).inc(count)
+        for name, (_, labels) in _COUNTERS.items():
+            if not labels:
+                self._of(families.counters[name], engine).inc(getattr(counters, name))
+        for layer_class, blocks in (counters.blocks_held or {}).items():
+            self._of(families.gauges["blocks_held"], engine, layer_class).set(blocks)
+        if counters.pool_blocks is not None:
+            self._of(families.gauges["pool_blocks"], engine).set(counters.pool_blocks)
+        if counters.mode is not None:
+            for mode in MODES:
+                gauge = self._of(families.gauges["mode"], engine, mode)
+                gauge.set(mode == counters.mode)
+        histogram = self._of(families.histograms["attention_mass_lost"], engine)
+        for share in counters.attention_mass_lost:
+            histogram.observe(share)
+        for layer, shares in counters.layer_mass_lost.items():
+            histogram = self._of(families.histograms["layer_attention_mass_lost"], engine, layer)
+            for share in shares:
+                histogram.observe(share)
+
+    def _of(self, family: _Metric, engine: int, *labels: str) -> _Metric:
+        return family.labels(self._model_name, str(engine), *labels)
+
+
+_ATTRIBUTE = "_kvsieve_metrics"
+
+
+def install_metrics() -> None:
+    """Put the sieve's numbers on `/metrics` wherever vLLM makes its stat loggers."""
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    wrap(StatLoggerManager, "__init__", init_stat_logger_manager)
+    wrap(StatLoggerManager, "record", record)
+
+
+def init_stat_logger_manager(
+    stock: Callable[..., None], manager: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """`StatLoggerManager.__init__`, which also makes the sieve's metrics where it is configured."""
+    from kvsieve.engine.plugin import is_configured
+
+    stock(manager, vllm_config, *args, **kwargs)
+    if not is_configured(vllm_config.additional_config):
+        return
+    # Known here: the engine core has answered. One of the pool's blocks is vLLM's null block.
+    num_blocks = vllm_config.cache_config.num_gpu_blocks
+    metrics = SieveMetrics(
+        model_name=vllm_config.model_config.served_model_name,
+        engines=manager.engine_indexes,
+        mode=SieveConfig.parse(vllm_config.additional_config[CONFIG_KEY]).mode,
+        pool_blocks=num_blocks - 1 if num_blocks else None,
+    )
+    setattr(manager, _ATTRIBUTE, metrics)
+
+
+def record(
+    stock: Callable[..., None],
+    manager: Any,
+    scheduler_stats: Any,
+    iteration_stats: Any,
+    mm_cache_stats: Any = None,
+    engine_idx: int | None = None,
+) -> None:
+    """`StatLoggerManager.record`, which first takes out and counts the sieve's entry."""
+    metrics: SieveMetrics | None = getattr(manager, _ATTRIBUTE, None)
+    if metrics is not None and scheduler_stats is not None and scheduler_stats.kv_connector_stats:
+        rest = dict(scheduler_stats.kv_connector_stats)
+        entry = rest.pop(CONFIG_KEY, None)
+        scheduler_stats.kv_connector_stats = rest or None
+        if entry is not None:
+            try:
+                metrics.add(SieveCounters.from_dict(entry), engine_idx or 0)
+            except Exception:
+                # vLLM answers an error in here by failing every request.
+                logger.exception("kvsieve: these numbers are missing from /metrics: %s", entry)
+    stock(
+        manager,
+        scheduler_stats,
+        iteration_stats,
+        mm_cache_stats=mm_cache_stats,
+        engine_idx=engine_idx,
+    )
