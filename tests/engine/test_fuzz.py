@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.engine import sabotage
 from tests.engine.agreement import Agreement
+from tests.engine.async_scheduling import make_async_engine
 from tests.engine.engines import make_engine
 from tests.engine.fuzz import Asked, Round, Traffic, run_traffic
 from tests.engine.host import EngineHost, HostError
@@ -30,10 +32,16 @@ def pool_of(num_blocks: int) -> int:
 
 
 def start_engine(
-    host: EngineHost, model: str, budget: int, chunk: int, pool: int, **options: object
+    host: EngineHost,
+    model: str,
+    budget: int,
+    chunk: int,
+    pool: int,
+    asynchronous: bool = False,
+    **options: object,
 ) -> None:
     host.call(
-        make_engine,
+        make_async_engine if asynchronous else make_engine,
         "fuzz",
         model,
         {"budget": budget, "full_layers": 2},
@@ -112,6 +120,27 @@ ROUNDS = [
         Traffic(4, shared_prefix=200, abort_chance=0.04),
         id="shared-prefix",
     ),
+    pytest.param(
+        100,
+        150,
+        100,
+        {"enable_prefix_caching": True, "asynchronous": True},
+        Traffic(
+            8,
+            num_requests=16,
+            shared_prefix=100,
+            turns=0.4,
+            abort_chance=0.02,
+            max_output=60,
+            arrival_chance=0.3,
+            burst=3,
+            budgets=MIXED_BUDGETS,
+            modes=("sieve", "shadow", "full"),
+            switch_chance=0.1,
+            reset_chance=0.02,
+        ),
+        id="async-and-everything",
+    ),
 ]
 
 
@@ -139,20 +168,37 @@ def test_random_traffic_on_v2(v2_host: EngineHost, tiny_llama: str, oracle: Orac
     check_round(oracle, v2_host.call(run_traffic, "fuzz", traffic), 96)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(100, 130))
-def test_much_random_traffic_on_v1(
-    v1_host: EngineHost, tiny_llama: str, oracle: Oracle, seed: int
-) -> None:
-    check_random_round(v1_host, tiny_llama, oracle, seed, num_requests=25, max_output=60)
+EVENTS: Counter[str] = Counter()
+"""What happened to requests in all long rounds together."""
+WANTED_EVENTS = 20_000
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(200, 206))
+@pytest.mark.parametrize("seed", range(200, 210))
 def test_much_random_traffic_on_v2(
     v2_host: EngineHost, tiny_llama: str, oracle: Oracle, seed: int
 ) -> None:
-    check_random_round(v2_host, tiny_llama, oracle, seed, num_requests=8, max_output=12)
+    EVENTS.update(
+        check_random_round(v2_host, tiny_llama, oracle, seed, num_requests=10, max_output=12).events
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1000, 1090))
+def test_much_random_traffic_on_v1(
+    v1_host: EngineHost, tiny_llama: str, oracle: Oracle, seed: int
+) -> None:
+    EVENTS.update(
+        check_random_round(v1_host, tiny_llama, oracle, seed, num_requests=80, max_output=60).events
+    )
+
+
+@pytest.mark.long
+def test_the_random_traffic_was_enough() -> None:
+    print(dict(EVENTS))
+    assert sum(EVENTS.values()) >= WANTED_EVENTS, EVENTS
+    for kind in ("abort", "preemption", "prefix hit", "switch", "reset", "sieve", "shadow"):
+        assert EVENTS[kind] > 100, EVENTS
 
 
 def check_random_round(
@@ -171,6 +217,7 @@ def check_random_round(
         budget,
         chunk,
         pool,
+        asynchronous=seed % 3 == 0,
         enable_prefix_caching=draw.random() < 0.75,
         scheduling_policy="priority" if priorities else "fcfs",
     )
@@ -222,7 +269,7 @@ def test_without_a_planted_bug_the_same_rounds_pass(
 
 
 def check_hard_round(host: EngineHost, model: str, oracle: Oracle) -> None:
-    """Four small rounds that need every rule."""
+    """Five small rounds that need every rule."""
     start_engine(host, model, 96, 1000, 250, enable_prefix_caching=True)
     shared = Traffic(
         6,
@@ -236,6 +283,8 @@ def check_hard_round(host: EngineHost, model: str, oracle: Oracle) -> None:
         reset_chance=0.1,
     )
     check_round(oracle, host.call(run_traffic, "fuzz", shared), 96)
+    chat = Traffic(9, num_requests=8, max_prompt=400, arrival_chance=0.1, turns=0.9)
+    check_round(oracle, host.call(run_traffic, "fuzz", chat), 96)
     start_engine(host, model, 68, 31, 150, enable_prefix_caching=False)
     aborting = Traffic(3, num_requests=12, max_prompt=220, max_output=6, abort_chance=0.3)
     check_round(oracle, host.call(run_traffic, "fuzz", aborting), 68)

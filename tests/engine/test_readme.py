@@ -88,8 +88,37 @@ def test_the_servers_serve(real_model: str, tmp_path: Path, number: int) -> None
         report = response["kv_transfer_params"]["kvsieve"]
         assert report["sieved"] is False
         assert report["layers"] == {"full": 3, "sieved": 27}
-        assert "kvsieve: snapkv over 27 sieved layers" in server.log.read_text()
+        assert "kvsieve: mode sieve, snapkv over 27 sieved layers" in server.log.read_text()
+        own_budget(port, real_model, tmp_path)
+        if number == 0:
+            switch(port, real_model)
     assert server.exit_status == 0, server.log.read_text()[-2000:]
+
+
+def own_budget(port: int, model: str, folder: Path) -> None:
+    """Run the README's request with a budget of its own."""
+    (program,) = blocks("python client")
+    script = folder / "client.py"
+    script.write_text(program.replace("8000", str(port)))
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment(model), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "'budget': 128, 'sieved': True" in done.stdout
+
+
+def switch(port: int, model: str) -> None:
+    """Run the README's command that changes the mode."""
+    (line,) = commands(blocks("sh mode")[0])
+    done = subprocess.run(
+        line.replace("8000", str(port)),
+        shell=True,
+        env=environment(model),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "full" in done.stdout
 
 
 def test_the_settings_table_is_the_configuration() -> None:

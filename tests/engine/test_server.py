@@ -133,7 +133,10 @@ def test_bad_requests_get_400_and_harm_nobody(client: OpenAI, model: str) -> Non
 def test_the_log_counts(server: Server) -> None:
     log = server.log.read_text()
 
-    assert "kvsieve: snapkv over 27 sieved layers, budget 128 tokens; full layers: 0,1,2" in log
+    assert (
+        "kvsieve: mode sieve, snapkv over 27 sieved layers, budget 128 tokens; full layers: 0,1,2"
+        in log
+    )
     assert "requests sieved:" in log
 
 

@@ -476,13 +476,13 @@ def test_preemption_by_priority(v1_host: EngineHost, tiny_llama: str) -> None:
         {"budget": BUDGET, "full_layers": 2},
         **{**OPTIONS, "max_model_len": 544},
         scheduling_policy="priority",
-        kv_cache_memory_bytes=pool_of(60),
+        kv_cache_memory_bytes=pool_of(52),
     )
-    sampling = {**GREEDY, "max_tokens": 120}
+    sampling = {**GREEDY, "max_tokens": 64}
     for name in (pair.stock, pair.sieved):
         alone = [v1_host.call(ask, name, [prompt], sampling)[0] for prompt in prompts]
         assert v1_host.call(call_llm, name, "reset_prefix_cache")
-        outcome = v1_host.call(run_by_priority, name, prompts, priorities, 120)
+        outcome = v1_host.call(run_by_priority, name, prompts, priorities, 64)
 
         assert sum(outcome.preemptions) > 0, "the pool was meant to be too small"
         assert outcome.preemptions[priorities.index(0)] == 0
