@@ -41,11 +41,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="NAMES",
         help=f"measurements, separated by commas: {', '.join(MEASUREMENTS)} (default: all)",
     )
-    parser.add_argument("--repeats", type=_positive, metavar="N", help="repeats of a measurement")
+    parser.add_argument(
+        "--repeats", type=parse_positive, metavar="N", help="repeats of a measurement"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every raw figure to FILE")
     parser.add_argument("--model", metavar="FOLDER", help="model (default: the demonstration's)")
     parser.add_argument(
-        "--budget", type=_positive, default=256, metavar="TOKENS", help="budget (default: 256)"
+        "--budget", type=parse_positive, default=256, metavar="TOKENS", help="budget (default: 256)"
     )
     parser.add_argument(
         "--pool",
@@ -54,7 +56,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--threads",
-        type=_positive,
+        type=parse_positive,
         default=1,
         metavar="N",
         help="threads of an arm (default: 1; with more, waiting counts as CPU time)",
@@ -76,7 +78,8 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in MEASUREMENTS if name in names)
 
 
-def _positive(text: str) -> int:
+def parse_positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
     try:
         number = int(text)
     except ValueError:

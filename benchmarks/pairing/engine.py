@@ -16,7 +16,7 @@ from pairing.meter import Meter, cpu_meter, host_meter
 from pairing.records import RequestRecord, StepRecord
 from pairing.spec import ArmSpec
 
-Until = Literal["idle", "decoding"]
+Until = Literal["idle", "decoding", "finished"]
 
 
 def serve(pipe: Connection, spec: ArmSpec, log: str) -> None:
@@ -112,8 +112,20 @@ class EngineArm:
             "threads": torch.get_num_threads(),
         }
 
-    def submit(self, prompts: Sequence[list[int]], output_tokens: Sequence[int]) -> list[str]:
-        """Queue greedy requests with fixed output lengths; returns their ids."""
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        output_tokens: Sequence[int],
+        end_token: bool = True,
+    ) -> list[str]:
+        """Queue greedy requests with fixed output lengths; returns their ids.
+
+        Args:
+            prompts: Token ids.
+            output_tokens: Tokens to generate, by prompt.
+            end_token: Whether an answer may hold the token that would end it. Text that
+                goes into a conversation must not.
+        """
         from vllm import SamplingParams
 
         ids = []
@@ -124,7 +136,12 @@ class EngineArm:
             self.engine.add_request(
                 request_id,
                 {"prompt_token_ids": prompt},
-                SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True),
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=length,
+                    min_tokens=0 if end_token else length,
+                    ignore_eos=end_token,
+                ),
             )
             ids.append(request_id)
         return ids
@@ -134,12 +151,14 @@ class EngineArm:
 
         Args:
             limit: Most steps to take.
-            until: Stop when no request is left ("idle"), or when every request has its
-                first token and none waits ("decoding").
+            until: Stop when no request is left ("idle"), when every request has its first
+                token and none waits ("decoding"), or as soon as one has ended ("finished").
         """
         records: list[StepRecord] = []
         while self.engine.has_unfinished_requests() and (limit is None or len(records) < limit):
             if until == "decoding" and self.is_decoding():
+                break
+            if until == "finished" and self._finished:
                 break
             wall, cpu = time.perf_counter(), time.process_time()
             outputs = self.engine.step()
@@ -192,6 +211,8 @@ class EngineArm:
                     first_token_wall=first[1],
                     last_token_cpu=now[0],
                     last_token_wall=now[1],
+                    prompt_tokens=len(output.prompt_token_ids),
+                    cached_tokens=output.num_cached_tokens or 0,
                 )
             )
 
@@ -199,6 +220,15 @@ class EngineArm:
         """Requests that finished since the last call, in the order of their submission."""
         finished, self._finished = self._finished, []
         return sorted(finished, key=lambda record: int(record.request_id[1:]))
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache.
+
+        Raises:
+            RuntimeError: vLLM would not, because a block is still in use.
+        """
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache cannot be emptied: a block is in use")
 
     def abort_all(self) -> None:
         """Abort every request and step once, so that the worker forgets them too."""

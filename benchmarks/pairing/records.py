@@ -40,6 +40,8 @@ class RequestRecord(NamedTuple):
         first_token_wall: Seconds until the first token.
         last_token_cpu: CPU seconds until the last token.
         last_token_wall: Seconds until the last token.
+        prompt_tokens: Length of its prompt.
+        cached_tokens: Tokens of it that the prefix cache had, as vLLM reports them.
     """
 
     request_id: str
@@ -49,6 +51,8 @@ class RequestRecord(NamedTuple):
     first_token_wall: float
     last_token_cpu: float
     last_token_wall: float
+    prompt_tokens: int
+    cached_tokens: int
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -117,6 +117,60 @@ def test_many_at_once_are_as_each_alone(client: OpenAI, model: str) -> None:
     assert sum(a != b for a, b in zip(alone, together, strict=True)) <= 1
 
 
+NEAR_TIE = 1e-3
+
+
+def test_clients_with_different_budgets_and_one_prefix_get_what_each_gets_alone(
+    client: OpenAI, model: str
+) -> None:
+    tails = ["\nIn short, the licence", "\nThe contributor", "\nA summary:", "\nYou may"]
+    wishes = [(LONG + tail, budget) for tail in tails for budget in (None, 256, "full", "40%")]
+
+    def ask(wish: tuple[str, object]) -> tuple[list[str], list[float], object]:
+        prompt, budget = wish
+        extra = {} if budget is None else {"vllm_xargs": {"kv_budget": budget}}
+        response = client.completions.create(
+            model=model, prompt=prompt, max_tokens=12, temperature=0, logprobs=2, extra_body=extra
+        )
+        logprobs = response.choices[0].logprobs
+        gaps = [max(top.values()) - min(top.values()) for top in logprobs.top_logprobs]
+        report = report_of(response)
+        return logprobs.tokens, gaps, (report["budget"], report["stored_tokens"])
+
+    alone = [ask(wish) for wish in wishes]
+    with ThreadPoolExecutor(len(wishes)) as pool:
+        together = list(pool.map(ask, wishes))
+
+    ties = 0
+    for (tokens, gaps, report), (others, _, other_report) in zip(alone, together, strict=True):
+        assert report == other_report
+        for token, other, gap in zip(tokens, others, gaps, strict=True):
+            if token != other:
+                # Batch shape changes rounding, and nothing else may change a token.
+                assert gap < NEAR_TIE, (tokens, others)
+                ties += 1
+                break
+    assert ties <= 2
+    assert len({str(report) for _, _, report in alone}) >= 4
+
+
+def test_a_bad_budget_gets_400_and_a_sentence(client: OpenAI, model: str) -> None:
+    from openai import BadRequestError
+
+    for budget in (5, -1, "x", "0%", 1.5, [256]):
+        with pytest.raises(BadRequestError, match="kv_budget"):
+            client.completions.create(
+                model=model,
+                prompt=LONG,
+                max_tokens=4,
+                extra_body={"vllm_xargs": {"kv_budget": budget}},
+            )
+    with pytest.raises(BadRequestError, match="did you mean 'kv_budget'"):
+        client.completions.create(
+            model=model, prompt=LONG, max_tokens=4, extra_body={"vllm_xargs": {"kv_bugdet": 256}}
+        )
+
+
 def test_bad_requests_get_400_and_harm_nobody(client: OpenAI, model: str) -> None:
     from openai import BadRequestError
 

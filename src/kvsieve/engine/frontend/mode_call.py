@@ -9,7 +9,7 @@ MODE_CALL = "kvsieve_mode"
 
 
 def install_mode_call() -> None:
-    """Give vLLM's `EngineCore` the utility call. For the engine core's process."""
+    """Give vLLM's `EngineCore` the utility call."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, MODE_CALL, _kvsieve_mode)
