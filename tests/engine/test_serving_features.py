@@ -474,9 +474,9 @@ def test_preemption_by_priority(v1_host: EngineHost, tiny_llama: str) -> None:
         "priority",
         tiny_llama,
         {"budget": BUDGET, "full_layers": 2},
-        **{**OPTIONS, "max_model_len": 544},
+        **{**OPTIONS, "max_model_len": 288},
         scheduling_policy="priority",
-        kv_cache_memory_bytes=pool_of(52),
+        kv_cache_memory_bytes=pool_of(36),
     )
     sampling = {**GREEDY, "max_tokens": 64}
     for name in (pair.stock, pair.sieved):

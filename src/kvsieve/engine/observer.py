@@ -61,8 +61,11 @@ class Observer:
         self.window = window
         self._device = device
         shape = (num_slots * window, num_heads, head_size)
-        # Zeros and not empty: what is not touched is not counted as used on a CPU.
-        self._rings = {name: torch.zeros(shape, dtype=dtype, device=device) for name in layer_names}
+        self._rings = {name: torch.empty(shape, dtype=dtype, device=device) for name in layer_names}
+        for ring in self._rings.values():
+            # On a CPU vLLM measures what is resident: a page that nobody has written to does
+            # not count, and `torch.zeros` writes to none.
+            ring.fill_(0)
         self._free = list(range(num_slots))
         self._open: dict[str, _Window] = {}
 

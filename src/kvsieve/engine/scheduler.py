@@ -14,7 +14,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
-from kvsieve.core.errors import ConfigError
 from kvsieve.core.treatment import Mode, Treatment, check_mode, requested_budget, treat
 from kvsieve.engine.allocation import bind_decode_shortcut
 from kvsieve.engine.manager import SievedManager
@@ -81,26 +80,12 @@ class SieveSchedulerMixin(_Base):
         self._log_capacity()
 
     def _log_capacity(self) -> None:
-        """Say how many long requests fit; vLLM's own line knows nothing of the sieve.
-
-        Raises:
-            ConfigError: A prompt that vLLM would accept could never be read.
-        """
+        """Say how many long requests fit; vLLM's own line knows nothing of the sieve."""
         longest = self.max_model_len
         managers = self.kv_cache_manager.coordinator.single_type_managers
         # The null block is never given to a request.
         pool = self.kv_cache_config.num_blocks - 1
         read = sum(cdiv(longest, manager.block_size) for manager in managers)
-        if read > pool:
-            fits = pool // len(managers) * self._block_size
-            raise ConfigError(
-                [
-                    f"a prompt of --max-model-len {longest} tokens needs {read} blocks while it is"
-                    f" read, and the pool has {pool}: it could fit only after it was sieved, and"
-                    f" would wait for ever; use --max-model-len {fits} or less, or give the cache"
-                    " more memory (--kv-cache-memory-bytes, --gpu-memory-utilization)"
-                ]
-            )
         freed = sum(m.spec.start(longest) // m.block_size for m in self.sieved_managers)
         logger.info(
             "kvsieve: a prompt of %d tokens needs %d blocks while it is read and %d once it is"
