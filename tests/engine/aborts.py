@@ -131,5 +131,10 @@ def _remembered_by_the_sieve(scheduler: Any) -> int:
     managers = getattr(scheduler, "sieved_managers", ())
     if not managers:
         return 0
-    kept = [scheduler._rows, scheduler._to_free, scheduler._with_stop_strings]
+    kept = [
+        scheduler.proof._rows,
+        scheduler.planned._plans,
+        scheduler._to_free,
+        scheduler._with_stop_strings,
+    ]
     return sum(map(len, kept)) + sum(len(manager._freed) for manager in managers)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.engine import engines
+from tests.engine.aborts import _remembered_by_the_sieve
 
 Prompt = list[int] | str
 
@@ -157,12 +158,8 @@ def left_behind(name: str) -> dict[str, int]:
         "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "requests": len(scheduler.requests),
     }
-    managers = getattr(scheduler, "sieved_managers", ())
-    if managers:
-        held["reports"] = len(scheduler._rows)
-        held["requests to free"] = len(scheduler._to_free)
-        held["requests with stop strings"] = len(scheduler._with_stop_strings)
-        held["requests of a manager"] = sum(len(manager._freed) for manager in managers)
+    if getattr(scheduler, "sieved_managers", ()):
+        held["requests of the sieve"] = _remembered_by_the_sieve(scheduler)
         held["windows"] = engines.worker(name).sieve.observer.num_open
     return {what: count for what, count in held.items() if count}
 

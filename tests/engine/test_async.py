@@ -78,7 +78,7 @@ def test_async_preempts_and_recomputes_the_same_text(
         kv_cache_memory_bytes=pool_of(54),
         max_num_seqs=8,
     )
-    requests = 12 if host.runner == "v1" else 6
+    requests = 12 if host.runner == "v1" else 9
     traffic = Traffic(2, num_requests=requests, max_prompt=200, max_output=120, arrival_chance=0.9)
     outcome = host.call(run_traffic, "async", traffic)
     overlapped = host.call(overlap, "async")
@@ -109,7 +109,7 @@ def test_async_random_traffic_with_aborts_and_shared_prefixes(
     outcome = host.call(run_traffic, "async", traffic)
     host.call(drop_engine, "async")
 
-    assert outcome.aborted > 0
+    assert outcome.events["abort"] > 0
     check_round(oracle, outcome, SETTINGS["budget"])
 
 
@@ -120,6 +120,8 @@ def test_async_abort_leaves_nothing_behind(
     prompt, companion = random_prompt(400, 1), random_prompt(9, 2)
     sampling = {**GREEDY, "max_tokens": 40}
     (alone,) = v1_host.call(generate, async_engine, [companion], sampling)
+    # A prompt that is cached is not read in chunks.
+    v1_host.call(reset_prefix_cache, async_engine)
 
     aborted = v1_host.call(abort_at, async_engine, phase, prompt, companion)
 

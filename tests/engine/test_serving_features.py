@@ -207,7 +207,7 @@ def test_four_answers_of_the_best_token_are_one_and_the_same(tokens: Pair) -> No
         # A shared block counts once, for the answer that gave it up last.
         freed = sum(report["blocks_freed"] for report in answer.all_reports)
         assert freed >= alone.report["blocks_freed"]
-        assert answer.report in answer.all_reports
+        assert answer.report == {"choices": answer.all_reports}
 
 
 def test_four_sampled_answers_are_those_of_their_seeds(words: Pair) -> None:
@@ -363,14 +363,14 @@ def test_the_same_prompt_again_and_longer(tokens: Pair) -> None:
             strict=True,
         )
     }
-    # (300 - 128) // 32 * 32 = 160 tokens of it may be taken from the cache, by itself.
+    # All whole blocks before the window may be taken from the cache, of as much as was read.
     for wanted, cached in (
         (prompt, 0),
-        (prompt, 160),
-        (longer, 160),
-        (prompt, 160),
-        (shorter, 64),
-        (longer, 192),
+        (prompt, 256),
+        (longer, 288),
+        (prompt, 256),
+        (shorter, 160),
+        (longer, 288),
     ):
         (answer,) = tokens.host.call(ask, tokens.sieved, [wanted], GREEDY)
         assert answer.token_ids == fresh[len(wanted)].token_ids
@@ -469,17 +469,23 @@ def test_weights_are_reloaded(tokens: Pair) -> None:
 def test_preemption_by_priority(v1_host: EngineHost, tiny_llama: str) -> None:
     prompts = [random_prompt(200, seed) for seed in range(6)]
     priorities = [3, 1, 5, 0, 4, 2]
-    pair = start_pair(
-        v1_host,
-        "priority",
-        tiny_llama,
-        {"budget": BUDGET, "full_layers": 2},
-        **{**OPTIONS, "max_model_len": 288},
-        scheduling_policy="priority",
-        kv_cache_memory_bytes=pool_of(36),
-    )
     sampling = {**GREEDY, "max_tokens": 64}
-    for name in (pair.stock, pair.sieved):
+    # Two requests fit into a pool when they come, and not when they have grown. In blocks
+    # of two layers a request of stock vLLM takes 21 at first and 27 at last, a sieved one
+    # 21 while it is read, then 17, and 23 at last.
+    for name, settings, pool in (
+        ("priority-stock", None, 51),
+        ("priority-sieved", {"budget": BUDGET, "full_layers": 2}, 42),
+    ):
+        v1_host.call(
+            make_engine,
+            name,
+            tiny_llama,
+            settings,
+            **{**OPTIONS, "max_model_len": 288},
+            scheduling_policy="priority",
+            kv_cache_memory_bytes=pool_of(pool),
+        )
         alone = [v1_host.call(ask, name, [prompt], sampling)[0] for prompt in prompts]
         assert v1_host.call(call_llm, name, "reset_prefix_cache")
         outcome = v1_host.call(run_by_priority, name, prompts, priorities, 64)
@@ -489,7 +495,7 @@ def test_preemption_by_priority(v1_host: EngineHost, tiny_llama: str) -> None:
         assert outcome.token_ids == [answer.token_ids[0] for answer in alone]
         assert outcome.finished[-1] == priorities.index(5)
         assert v1_host.call(left_behind, name) == {}
-    stop_pair(pair)
+        v1_host.call(drop_engine, name)
 
 
 # --- aborts and what comes after ----------------------------------------------------------
