@@ -466,38 +466,6 @@ def test_weights_are_reloaded(tokens: Pair) -> None:
     assert outcomes == ["", ""]
 
 
-def test_preemption_by_priority(v1_host: EngineHost, tiny_llama: str) -> None:
-    prompts = [random_prompt(200, seed) for seed in range(6)]
-    priorities = [3, 1, 5, 0, 4, 2]
-    sampling = {**GREEDY, "max_tokens": 64}
-    # Two requests fit into a pool when they come, and not when they have grown. In blocks
-    # of two layers a request of stock vLLM takes 21 at first and 27 at last, a sieved one
-    # 21 while it is read, then 17, and 23 at last.
-    for name, settings, pool in (
-        ("priority-stock", None, 51),
-        ("priority-sieved", {"budget": BUDGET, "full_layers": 2}, 42),
-    ):
-        v1_host.call(
-            make_engine,
-            name,
-            tiny_llama,
-            settings,
-            **{**OPTIONS, "max_model_len": 288},
-            scheduling_policy="priority",
-            kv_cache_memory_bytes=pool_of(pool),
-        )
-        alone = [v1_host.call(ask, name, [prompt], sampling)[0] for prompt in prompts]
-        assert v1_host.call(call_llm, name, "reset_prefix_cache")
-        outcome = v1_host.call(run_by_priority, name, prompts, priorities, 64)
-
-        assert sum(outcome.preemptions) > 0, "the pool was meant to be too small"
-        assert outcome.preemptions[priorities.index(0)] == 0
-        assert outcome.token_ids == [answer.token_ids[0] for answer in alone]
-        assert outcome.finished[-1] == priorities.index(5)
-        assert v1_host.call(left_behind, name) == {}
-        v1_host.call(drop_engine, name)
-
-
 # --- aborts and what comes after ----------------------------------------------------------
 
 
@@ -536,3 +504,38 @@ def test_sixty_short_requests_after_a_sieved_one(tokens: Pair) -> None:
             assert other.token_ids == one.token_ids, length
             assert other.logprobs == one.logprobs, length
             assert other.report["sieved"] is False
+
+
+# --- last, because dropping an engine takes the process's parallel groups from all others -----
+
+
+def test_preemption_by_priority(v1_host: EngineHost, tiny_llama: str) -> None:
+    prompts = [random_prompt(200, seed) for seed in range(6)]
+    priorities = [3, 1, 5, 0, 4, 2]
+    sampling = {**GREEDY, "max_tokens": 64}
+    # Two requests fit into a pool when they come, and not when they have grown. In blocks
+    # of two layers a request of stock vLLM takes 21 at first and 27 at last, a sieved one
+    # 21 while it is read, then 17, and 23 at last.
+    for name, settings, pool in (
+        ("priority-stock", None, 51),
+        ("priority-sieved", {"budget": BUDGET, "full_layers": 2}, 42),
+    ):
+        v1_host.call(
+            make_engine,
+            name,
+            tiny_llama,
+            settings,
+            **{**OPTIONS, "max_model_len": 288},
+            scheduling_policy="priority",
+            kv_cache_memory_bytes=pool_of(pool),
+        )
+        alone = [v1_host.call(ask, name, [prompt], sampling)[0] for prompt in prompts]
+        assert v1_host.call(call_llm, name, "reset_prefix_cache")
+        outcome = v1_host.call(run_by_priority, name, prompts, priorities, 64)
+
+        assert sum(outcome.preemptions) > 0, "the pool was meant to be too small"
+        assert outcome.preemptions[priorities.index(0)] == 0
+        assert outcome.token_ids == [answer.token_ids[0] for answer in alone]
+        assert outcome.finished[-1] == priorities.index(5)
+        assert v1_host.call(left_behind, name) == {}
+        v1_host.call(drop_engine, name)

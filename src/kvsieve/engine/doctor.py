@@ -8,8 +8,8 @@ import platform
 from typing import Any
 
 from kvsieve.engine import compat
+from kvsieve.engine.activation import is_disabled
 from kvsieve.engine.backends import ADAPTED_BACKENDS
-from kvsieve.engine.plugin import is_disabled
 
 
 def examine() -> dict[str, Any]:

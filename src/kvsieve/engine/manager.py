@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
@@ -11,8 +11,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
-if TYPE_CHECKING:
-    from kvsieve.engine.requests import PlannedRequests
+from kvsieve.engine.requests import PlannedRequests
 
 
 class SievedManager(SingleTypeKVCacheManager):

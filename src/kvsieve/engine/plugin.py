@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
 from kvsieve.core.treatment import KV_BUDGET_KEY, requested_budget, treat
+from kvsieve.engine.activation import is_configured
 from kvsieve.engine.wrapping import wrap
 
 CPU_BLOCK_SIZE = 32
 """Block size on CPUs unless the user chose one, in tokens. vLLM's 128 there would turn a
 budget of 256 into up to 383 stored tokens."""
-
-
-def is_disabled() -> bool:
-    """Whether `KVSIEVE_DISABLE` switches kvsieve off."""
-    return os.environ.get("KVSIEVE_DISABLE", "0") not in ("", "0")
 
 
 def register() -> None:
@@ -44,15 +39,6 @@ def register() -> None:
     install_doors()
     install_parallel_reports()
     install_metrics()
-
-
-def is_configured(additional_config: Any) -> bool:
-    """Whether vLLM's `additional_config` asks for the sieve, and nothing switches it off."""
-    return (
-        isinstance(additional_config, dict)
-        and CONFIG_KEY in additional_config
-        and not is_disabled()
-    )
 
 
 def _create_engine_config(

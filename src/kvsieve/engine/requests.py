@@ -9,10 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
+from kvsieve.core.budget import BudgetRule
 from kvsieve.core.errors import SieveInvariantError
 from kvsieve.core.treatment import Treatment
-from kvsieve.engine.spec import SievedAttentionSpec
+
+
+class Tier(Protocol):
+    """Sieved layers of one budget: what a plan must know of a `SievedAttentionSpec`."""
+
+    budget: BudgetRule
+    observation_window: int
+
+    def start(self, prompt_tokens: int, budget: BudgetRule | None = None) -> int:
+        """First position that the layers hold once a prompt of this length is sieved."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,7 @@ class PlannedRequests:
         tiers: The distinct specs of the sieved layers.
     """
 
-    def __init__(self, tiers: Iterable[SievedAttentionSpec]) -> None:
+    def __init__(self, tiers: Iterable[Tier]) -> None:
         self.tiers = tuple(dict.fromkeys(tiers))
         self._plans: dict[str, PlannedRequest] = {}
 

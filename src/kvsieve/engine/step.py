@@ -10,9 +10,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvsieve.engine.observer import Observation, Observer
-from kvsieve.engine.requests import PlannedRequests
+from kvsieve.engine.requests import PlannedRequests, Tier
 from kvsieve.engine.rows import StepRows
-from kvsieve.engine.spec import SievedAttentionSpec
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class SievedView:
         return not self.start.any()
 
 
-def sieved_view(spec: SievedAttentionSpec, rows: StepRows, requests: PlannedRequests) -> SievedView:
+def sieved_view(spec: Tier, rows: StepRows, requests: PlannedRequests) -> SievedView:
     """The view of a sieved spec on the rows of a step.
 
     The rule has no state: a row is compacted exactly if its whole prompt was in the
@@ -96,13 +95,13 @@ class Step:
 
     requests: PlannedRequests
     rows: StepRows | None = None
-    views: dict[SievedAttentionSpec, SievedView] = field(default_factory=dict)
+    views: dict[Tier, SievedView] = field(default_factory=dict)
     observation: Observation | None = None
     block_tables: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    shifts: dict[tuple[SievedAttentionSpec, int], Shift] = field(default_factory=dict)
+    shifts: dict[tuple[Tier, int], Shift] = field(default_factory=dict)
     metadata: dict[Any, Any] = field(default_factory=dict)
 
-    def view(self, spec: SievedAttentionSpec) -> SievedView:
+    def view(self, spec: Tier) -> SievedView:
         """The view of a spec, made on first use."""
         view = self.views.get(spec)
         if view is None:
@@ -110,9 +109,7 @@ class Step:
             view = self.views[spec] = sieved_view(spec, self.rows, self.requests)
         return view
 
-    def shift(
-        self, spec: SievedAttentionSpec, common: CommonAttentionMetadata, block_size: int
-    ) -> Shift:
+    def shift(self, spec: Tier, common: CommonAttentionMetadata, block_size: int) -> Shift:
         """What the rows lose in the groups of a spec, made on first use."""
         key = (spec, block_size)
         shift = self.shifts.get(key)

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from functools import partial
 from typing import Any
 
+from kvsieve.engine.activation import is_configured
 from kvsieve.engine.frontend.choices import finished_reports, joined, reports_of
 from kvsieve.engine.frontend.stream import CarriedOver, LastChunks, Tap, amended
-from kvsieve.engine.plugin import is_configured
 from kvsieve.engine.wrapping import wrap
 
 logger = logging.getLogger("vllm.kvsieve.frontend")

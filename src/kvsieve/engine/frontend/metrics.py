@@ -19,6 +19,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
 from kvsieve.core.counters import SieveCounters
 from kvsieve.core.treatment import MODES
+from kvsieve.engine.activation import is_configured
 from kvsieve.engine.wrapping import wrap
 
 logger = logging.getLogger("vllm.kvsieve.metrics")
@@ -206,8 +207,6 @@ def init_stat_logger_manager(
     stock: Callable[..., None], manager: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
     """`StatLoggerManager.__init__`, which also makes the sieve's metrics where it is configured."""
-    from kvsieve.engine.plugin import is_configured
-
     stock(manager, vllm_config, *args, **kwargs)
     if not is_configured(vllm_config.additional_config):
         return

@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
 from kvsieve.core.treatment import MODES
+from kvsieve.engine.activation import is_configured
 from kvsieve.engine.frontend.mode_call import call_mode
-from kvsieve.engine.plugin import is_configured
 from kvsieve.engine.wrapping import wrap
 
 # Under /v1, which is what vLLM's `--api-key` covers.
