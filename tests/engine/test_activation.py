@@ -105,6 +105,12 @@ def test_what_is_not_served_is_refused_by_name(
     ), outcome
 
 
+def test_the_rust_front_end_is_refused(v1_host: EngineHost, tiny_llama: str) -> None:
+    outcome = v1_host.call(configure, tiny_llama, SETTINGS, {"VLLM_USE_RUST_FRONTEND": "1"})
+
+    assert "unset VLLM_USE_RUST_FRONTEND" in str(outcome)
+
+
 def test_all_reasons_come_at_once(v1_host: EngineHost, tiny_llama: str) -> None:
     outcome = v1_host.call(
         configure,
@@ -229,6 +235,7 @@ def register_again() -> bool:
 def stream_input(model: str) -> str:
     """Runs in an engine's process: submit a prompt that may grow."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     from tests.engine import engines
 
@@ -241,7 +248,7 @@ def stream_input(model: str) -> str:
             ("generate",),
             resumable=True,
         )
-    except ValueError as error:
+    except VLLMValidationError as error:
         return str(error)
     finally:
         engines.drop_engine("stream")

@@ -76,7 +76,7 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
         return stock(processor, *args, **kwargs)
     from vllm.exceptions import VLLMValidationError
 
-    call = inspect.signature(stock).bind(processor, *args, **kwargs).arguments
+    call = inspect.signature(stock).bind_partial(processor, *args, **kwargs).arguments
     if call.get("resumable"):
         raise VLLMValidationError(
             "streaming input is not served together with kvsieve: a prompt that grows would move"
@@ -84,7 +84,7 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
         )
     config = SieveConfig.parse(vllm_config.additional_config[CONFIG_KEY])
     try:
-        kv_budget = requested_budget(getattr(call["params"], "extra_args", None))
+        kv_budget = requested_budget(getattr(call.get("params"), "extra_args", None))
         treat(config.mode, config, kv_budget, vllm_config.cache_config.block_size)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter=KV_BUDGET_KEY) from None

@@ -46,6 +46,12 @@ def _refused(name: str, is_asked_for: Callable[[VllmConfig], bool], advice: str)
     return Feature(name, "refused", advice, is_asked_for)
 
 
+def _env(name: str) -> bool:
+    from vllm import envs
+
+    return bool(getattr(envs, name, False))
+
+
 FEATURES: tuple[Feature, ...] = (
     _served("attention on CPUs (`CPU_ATTN`, isa `vec` and `vec16`)", "float32 and bfloat16"),
     _served(
@@ -148,6 +154,11 @@ FEATURES: tuple[Feature, ...] = (
         "micro-batching (DBO)",
         lambda c: bool(c.parallel_config.enable_dbo),
         "leave out --enable-dbo",
+    ),
+    _refused(
+        "the front end written in Rust",
+        lambda c: _env("VLLM_USE_RUST_FRONTEND"),
+        "unset VLLM_USE_RUST_FRONTEND: it has no place for our checks, reports and metrics",
     ),
     Feature(
         "GPU attention back-ends, CUDA graphs, AMX (isa `amx`)",
