@@ -107,14 +107,16 @@ class Server:
             status = "left"
         except WrongAnswerError as wrong:
             status, error = "wrong answer", str(wrong)
-        except openai.APIStatusError as refusal:
-            said = _message(refusal)
-            status = str(refusal.status_code)
-            if job.refused and refusal.status_code == 400:
-                complaint = _not_a_sentence(said)
-                status, error = ("wrong answer", complaint) if complaint else ("refused", None)
+        except openai.APIError as refusal:
+            code = _code(refusal)
+            if code is None:
+                status, error = type(refusal).__name__, _chain(refusal)
             else:
-                error = said or "(no text)"
+                said = _message(refusal)
+                status, error = str(code), said or "(no text)"
+                if job.refused and code == 400:
+                    error = _not_a_sentence(said)
+                    status = "wrong answer" if error else "refused"
         except Exception as failure:
             status, error = type(failure).__name__, _chain(failure)
         if error:
@@ -195,8 +197,7 @@ class _Answer:
             self.reasons[choice.index] = choice.finish_reason
             self.has_logprobs |= choice.logprobs is not None
         self._take_usage(response.usage)
-        report = (getattr(response, "kv_transfer_params", None) or {}).get("kvsieve")
-        self.sieved = report["sieved"] if report else None
+        self._take_report(response)
 
     def take_chunk(self, chunk: Any, chat: bool) -> None:
         for choice in chunk.choices:
@@ -206,6 +207,13 @@ class _Answer:
                 self.reasons[choice.index] = choice.finish_reason
             self.has_logprobs |= getattr(choice, "logprobs", None) is not None
         self._take_usage(chunk.usage)
+        self._take_report(chunk)
+
+    def _take_report(self, response: Any) -> None:
+        report = (getattr(response, "kv_transfer_params", None) or {}).get("kvsieve")
+        if report:
+            # Of several choices there is a list.
+            self.sieved = any(one["sieved"] for one in report.get("choices", [report]) if one)
 
     def _take_usage(self, usage: Any) -> None:
         if usage is not None:
@@ -248,7 +256,18 @@ def _check(job: Job, answer: _Answer) -> None:
         require(answer.has_logprobs, "no log-probabilities")
 
 
-def _message(refusal: openai.APIStatusError) -> str:
+def _code(refusal: openai.APIError) -> int | None:
+    """The status of an error; None if no server said anything.
+
+    What vLLM finds out after it began a stream comes in an event with a code of its own.
+    """
+    if isinstance(refusal, openai.APIStatusError):
+        return refusal.status_code
+    code = refusal.body.get("code") if isinstance(refusal.body, dict) else None
+    return code if isinstance(code, int) else None
+
+
+def _message(refusal: openai.APIError) -> str:
     body = refusal.body
     if isinstance(body, dict) and isinstance(body.get("message"), str):
         return body["message"]
