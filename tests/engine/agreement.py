@@ -18,6 +18,11 @@ from tests.oracle.snapkv_formula import kept_difference
 from tests.oracle.snapkv_oracle import Oracle
 
 SCORE_EPSILON = 1e-4
+DEEP_SCORE_EPSILON = 5e-4
+"""For the last layers of the tiny random-weight model. Its attention is so peaked that the
+oracle's own scores move by up to 2.2e-4 of themselves between float32 and float64 (layer 5,
+positions near the threshold, 40 prompts; 4e-5 in layer 2): two sound float32 computations
+may differ by twice that."""
 LOGIT_EPSILON = 1e-3
 
 
@@ -26,6 +31,7 @@ class Agreement:
     """Counts over the requests compared so far.
 
     Attributes:
+        score_epsilon: Relative distance of two scores that counts as a near tie.
         requests: Requests compared.
         positions: Kept positions compared, over heads and layers.
         position_ties: Positions that differ and are explained by a near tie.
@@ -35,6 +41,7 @@ class Agreement:
         disagreements: Everything that no near tie explains, in words.
     """
 
+    score_epsilon: float = SCORE_EPSILON
     requests: int = 0
     positions: int = 0
     position_ties: int = 0
@@ -98,7 +105,7 @@ class Agreement:
                 complain(f"{label}, layer {layer}: kept {kept.shape[1]}, not {reference.shape[1]}")
                 continue
             different, explained = kept_difference(
-                reference, kept, expected.scores[layer], SCORE_EPSILON
+                reference, kept, expected.scores[layer], self.score_epsilon
             )
             self.position_ties += explained
             if different != explained:

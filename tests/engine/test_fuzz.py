@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine import sabotage
-from tests.engine.agreement import Agreement
+from tests.engine.agreement import DEEP_SCORE_EPSILON, Agreement
 from tests.engine.async_scheduling import make_async_engine
 from tests.engine.engines import make_engine
 from tests.engine.fuzz import Asked, Round, Traffic, run_traffic
@@ -69,7 +69,7 @@ def nominal_budget(asked: Asked, budget: int) -> int:
 def check_round(oracle: Oracle, outcome: Round, budget: int) -> Agreement:
     """Fail unless invariants held and every request agrees with the oracle."""
     assert not outcome.violations, "\n".join(outcome.violations)
-    agreement = Agreement()
+    agreement = Agreement(score_epsilon=DEEP_SCORE_EPSILON)
     for asked, generated in outcome.outcomes:
         prompt_tokens = len(asked.prompt)
         own_budget = nominal_budget(asked, budget)
