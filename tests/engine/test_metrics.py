@@ -112,7 +112,7 @@ def test_counters_are_the_sums_of_the_reports(server: Server) -> None:
     assert (prompts - kept) * layers == sum(report["dropped_tokens"] for report in sieved)
     assert grown("kvsieve_freed_blocks_total") == sum(report["blocks_freed"] for report in sieved)
     assert grown("kvsieve_compactions_total") == 3 * layers
-    assert 0 < grown("kvsieve_compaction_seconds_total") < 60
+    assert 0 < grown("kvsieve_compaction_seconds_total", "sieve") < 60
 
 
 def test_attention_lost_is_observed_per_request_and_per_layer(server: Server) -> None:
@@ -120,8 +120,8 @@ def test_attention_lost_is_observed_per_request_and_per_layer(server: Server) ->
 
     requests = samples["kvsieve_sieved_requests_total", ""]
     assert requests
-    assert samples["kvsieve_attention_mass_lost_count", ""] == requests
-    mean = samples["kvsieve_attention_mass_lost_sum", ""] / requests
+    assert samples["kvsieve_attention_mass_lost_count", "sieve"] == requests
+    mean = samples["kvsieve_attention_mass_lost_sum", "sieve"] / requests
     assert 0 < mean < 1
     by_layer = {
         label: value
@@ -134,7 +134,7 @@ def test_attention_lost_is_observed_per_request_and_per_layer(server: Server) ->
         if name == "kvsieve_layer_attention_mass_lost_count"
     }
     # 3 of SmolLM2's 30 layers are full.
-    assert set(by_layer) == {str(layer) for layer in range(3, 30)}
+    assert set(by_layer) == {f"{layer} sieve" for layer in range(3, 30)}
     assert set(counts.values()) == {requests}
     assert math.isclose(sum(by_layer.values()) / len(by_layer) / requests, mean, rel_tol=1e-6)
 
@@ -201,7 +201,7 @@ def test_several_api_processes_show_one_sum(
     assert samples["kvsieve_requests_total", "sieve"] == len(reports)
     assert samples["kvsieve_prompt_tokens_total", ""] == sum(r["prompt_tokens"] for r in reports)
     assert samples["kvsieve_kept_tokens_total", ""] == kept
-    assert samples["kvsieve_attention_mass_lost_count", ""] == len(reports)
+    assert samples["kvsieve_attention_mass_lost_count", "sieve"] == len(reports)
 
 
 @pytest.mark.long

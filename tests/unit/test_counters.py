@@ -68,8 +68,7 @@ def test_what_is_handed_over_adds_up_to_what_was_counted(happened: list[tuple[st
         if kind == "take" and (handed_over := sent.take()) is not None:
             received.merge(as_sent(handed_over))
 
-    seconds = received.compaction_seconds
-    assert seconds == pytest.approx(counted.compaction_seconds)
+    assert received.compaction_seconds == pytest.approx(counted.compaction_seconds)
     received.compaction_seconds = counted.compaction_seconds
     assert received == counted
     assert sent.take() is None
@@ -83,7 +82,7 @@ def test_prompt_is_kept_and_dropped(sieved: list[dict[str, Any]]) -> None:
 
     assert counters.prompt_tokens == counters.kept_tokens + counters.dropped_tokens
     assert counters.sieved_requests == sum(each["mode"] == "sieve" for each in sieved)
-    assert len(counters.attention_mass_lost) == len(sieved)
+    assert sum(map(len, counters.attention_mass_lost.values())) == len(sieved)
 
 
 def test_a_row_counts_its_prompt_once_and_every_layer() -> None:
@@ -96,9 +95,9 @@ def test_a_row_counts_its_prompt_once_and_every_layer() -> None:
         "kept_tokens": 300,
         "dropped_tokens": 700,
         "compactions": 2,
-        "compaction_seconds": 0.5,
-        "attention_mass_lost": [0.2],
-        "layer_mass_lost": {"1": [0.1], "2": [0.3]},
+        "compaction_seconds": {"sieve": 0.5},
+        "attention_mass_lost": {"sieve": [0.2]},
+        "layer_mass_lost": {"sieve": {"1": [0.1], "2": [0.3]}},
     }
 
 
@@ -107,9 +106,10 @@ def test_a_shadow_row_drops_nothing() -> None:
     counters.add_row(**row(mode="shadow"))
 
     assert counters.take() == {
-        "compaction_seconds": 0.5,
-        "attention_mass_lost": [0.2],
-        "layer_mass_lost": {"1": [0.1], "2": [0.3]},
+        "shadow_dropped_tokens": 700,
+        "compaction_seconds": {"shadow": 0.5},
+        "attention_mass_lost": {"shadow": [0.2]},
+        "layer_mass_lost": {"shadow": {"1": [0.1], "2": [0.3]}},
     }
 
 
@@ -119,7 +119,7 @@ def test_a_request_that_is_sieved_again_is_counted_once_and_its_work_twice() -> 
     twice.add_row(**row())
     twice.add_row(**row(), again=True)
 
-    expected = {**once.as_dict(), "compactions": 4, "compaction_seconds": 1.0}
+    expected = {**once.as_dict(), "compactions": 4, "compaction_seconds": {"sieve": 1.0}}
     assert twice.as_dict() == expected
 
 
@@ -128,8 +128,8 @@ def test_a_share_that_is_no_number_is_left_out() -> None:
     counters.add_row(**row(mass_lost=(math.nan, 0.3)))
     counters.add_row(**row(mass_lost=(math.nan, math.inf)))
 
-    assert counters.attention_mass_lost == [0.3]
-    assert counters.layer_mass_lost == {"2": [0.3]}
+    assert counters.attention_mass_lost == {"sieve": [0.3]}
+    assert counters.layer_mass_lost == {"sieve": {"2": [0.3]}}
 
 
 def test_a_row_without_shares_is_counted() -> None:
@@ -137,7 +137,7 @@ def test_a_row_without_shares_is_counted() -> None:
     counters.add_row(**row(mass_lost=(), layers=()))
 
     assert counters.sieved_requests == 1
-    assert counters.attention_mass_lost == []
+    assert counters.attention_mass_lost == {}
 
 
 def test_every_share_needs_its_layer() -> None:

@@ -25,6 +25,7 @@ VARIABLES = {
     "$__range": "1h",
     "$model_name": ".*",
     "$engine": ".*",
+    "$scored": "sieve",
 }
 """What Grafana puts in before it sends an expression."""
 
@@ -101,7 +102,12 @@ def test_it_is_a_dashboard() -> None:
     assert DASHBOARD["id"] is None, "an import would overwrite the dashboard of that number"
     assert {"title", "uid", "time", "refresh", "templating", "annotations"} <= DASHBOARD.keys()
     by_name = {each["name"]: each["type"] for each in DASHBOARD["templating"]["list"]}
-    assert by_name == {"datasource": "datasource", "model_name": "query", "engine": "query"}
+    assert by_name == {
+        "datasource": "datasource",
+        "model_name": "query",
+        "engine": "query",
+        "scored": "custom",
+    }
 
 
 def test_panels_have_ids_titles_and_places_of_their_own() -> None:

@@ -49,7 +49,7 @@ def test_a_wish_within_the_bounds_is_granted(wish: Any, budget: int) -> None:
     "wish",
     [
         *[0, -1, 1, 67, 1001, 10**30, "67", "1001", "full", "FULL", "none", "", "ten", "10%%"],
-        *["-10%", "0%", "101%", "1e3", 0.0, -0.5, 67.5, 1.5, float("nan"), float("inf")],
+        *["-10%", "0%", "101%", "1e3", 0.0, -0.5, 67.5, 1.0, 1.5, float("nan"), float("inf")],
         *[True, [256], {"tokens": 256}, "68; drop table", "\x00", "9" * 10_000],
     ],
 )

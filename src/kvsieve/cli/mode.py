@@ -60,7 +60,8 @@ def _ask(url: str, api_key: str | None, new_mode: str | None) -> dict[str, Any]:
         response = httpx.request(method, url + PATH, json=body, headers=headers, timeout=TIMEOUT_S)
     except httpx.TimeoutException:
         raise KvsieveError(
-            f"{url} gave no answer in {TIMEOUT_S:.0f} seconds; is the server overloaded?"
+            f"{url} gave no answer in {TIMEOUT_S:.0f} seconds; is the server overloaded? Ask again,"
+            " without a mode, whether a switch arrived"
         ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise KvsieveError(

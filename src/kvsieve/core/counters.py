@@ -30,11 +30,13 @@ class SieveCounters:
         dropped_tokens: `prompt_tokens` less `kept_tokens`.
         freed_blocks: Blocks that went back to the pool because their tokens were dropped.
         compactions: Compactions of one request's cache in one layer, repeated ones included.
-        compaction_seconds: Host time of scoring and compaction, in seconds. Scoring in shadow
-            mode counts.
-        attention_mass_lost: For each request that was sieved or scored in shadow mode, the
-            share of the window's attention that falls on dropped tokens, mean over layers.
-        layer_mass_lost: The same shares by layer number (as text), not averaged.
+        shadow_dropped_tokens: What `dropped_tokens` would have been of the requests that were
+            only scored.
+        compaction_seconds: Host time of scoring and compaction, in seconds, by mode; in shadow
+            mode of scoring alone.
+        attention_mass_lost: By mode, for each request that was scored, the share of the
+            window's attention that falls on dropped tokens, mean over layers.
+        layer_mass_lost: The same shares by mode and layer number (as text), not averaged.
         blocks_held: Blocks in use by layer class, or None if never counted.
         pool_blocks: Blocks that the pool can give to requests, or None if not known.
         mode: The engine's mode, or None if not known.
@@ -47,9 +49,10 @@ class SieveCounters:
     dropped_tokens: int = 0
     freed_blocks: int = 0
     compactions: int = 0
-    compaction_seconds: float = 0.0
-    attention_mass_lost: list[float] = field(default_factory=list)
-    layer_mass_lost: dict[str, list[float]] = field(default_factory=dict)
+    shadow_dropped_tokens: int = 0
+    compaction_seconds: dict[str, float] = field(default_factory=dict)
+    attention_mass_lost: dict[str, list[float]] = field(default_factory=dict)
+    layer_mass_lost: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     blocks_held: dict[str, int] | None = None
     pool_blocks: int | None = None
     mode: str | None = None
@@ -83,7 +86,7 @@ class SieveCounters:
             layers: The layer's number for each share.
             again: Whether the request was counted before; only work is counted then.
         """
-        self.compaction_seconds += seconds
+        self.compaction_seconds[mode] = self.compaction_seconds.get(mode, 0.0) + seconds
         if mode == "sieve":
             self.compactions += num_layers
         if again:
@@ -93,6 +96,8 @@ class SieveCounters:
             self.prompt_tokens += prompt_tokens
             self.kept_tokens += stored_tokens
             self.dropped_tokens += prompt_tokens - stored_tokens
+        else:
+            self.shadow_dropped_tokens += prompt_tokens - stored_tokens
         # One share that is not a number would make the sum of a histogram useless for good.
         shares = [
             (str(layer), float(share))
@@ -100,9 +105,10 @@ class SieveCounters:
             if math.isfinite(share)
         ]
         for layer, share in shares:
-            self.layer_mass_lost.setdefault(layer, []).append(share)
+            self.layer_mass_lost.setdefault(mode, {}).setdefault(layer, []).append(share)
         if shares:
-            self.attention_mass_lost.append(sum(share for _, share in shares) / len(shares))
+            mean = sum(share for _, share in shares) / len(shares)
+            self.attention_mass_lost.setdefault(mode, []).append(mean)
 
     def merge(self, other: SieveCounters) -> None:
         """Add the sums of `other`, and take the gauges that it knows."""
@@ -114,10 +120,14 @@ class SieveCounters:
         self.dropped_tokens += other.dropped_tokens
         self.freed_blocks += other.freed_blocks
         self.compactions += other.compactions
-        self.compaction_seconds += other.compaction_seconds
-        self.attention_mass_lost.extend(other.attention_mass_lost)
-        for layer, shares in other.layer_mass_lost.items():
-            self.layer_mass_lost.setdefault(layer, []).extend(shares)
+        self.shadow_dropped_tokens += other.shadow_dropped_tokens
+        for mode, seconds in other.compaction_seconds.items():
+            self.compaction_seconds[mode] = self.compaction_seconds.get(mode, 0.0) + seconds
+        for mode, means in other.attention_mass_lost.items():
+            self.attention_mass_lost.setdefault(mode, []).extend(means)
+        for mode, layers in other.layer_mass_lost.items():
+            for layer, shares in layers.items():
+                self.layer_mass_lost.setdefault(mode, {}).setdefault(layer, []).extend(shares)
         for name in GAUGES:
             if (value := getattr(other, name)) is not None:
                 setattr(self, name, value)

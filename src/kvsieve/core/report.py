@@ -87,7 +87,8 @@ class SieveTotals:
         prompt_tokens: Prompt tokens of the sieved requests.
         stored_tokens: Prompt tokens that a sieved layer held of them.
         blocks_freed: Blocks that the sieve gave back.
-        mass_lost: Sum over sieved and shadow requests of the attention mass lost.
+        mass_lost: Sum over the sieved requests of the attention mass lost.
+        shadow_mass_lost: Sum over the shadow requests of what would have been lost.
         seconds: Host time of scoring and compaction, in seconds.
     """
 
@@ -98,6 +99,7 @@ class SieveTotals:
     stored_tokens: int = 0
     blocks_freed: int = 0
     mass_lost: float = 0.0
+    shadow_mass_lost: float = 0.0
     seconds: float = 0.0
 
     def add(self, report: SieveReport, seconds: float = 0.0) -> None:
@@ -105,29 +107,31 @@ class SieveTotals:
         self.requests += 1
         if report.attention_mass_lost is None:
             return
-        self.mass_lost += report.attention_mass_lost.mean
         self.seconds += seconds
         if not report.sieved:
             self.shadow_requests += 1
+            self.shadow_mass_lost += report.attention_mass_lost.mean
             return
         self.sieved_requests += 1
+        self.mass_lost += report.attention_mass_lost.mean
         self.prompt_tokens += report.prompt_tokens
         self.stored_tokens += report.stored_tokens["sieved"]
         self.blocks_freed += report.blocks_freed
 
     def __str__(self) -> str:
-        scored = self.sieved_requests + self.shadow_requests
-        if not scored:
-            return f"{self.requests} requests finished, none of them sieved"
-        lost = f"{100 * self.mass_lost / scored:.2f}% of attention on what was"
-        if not self.sieved_requests:
-            return (
-                f"{self.shadow_requests} of {self.requests} requests scored in shadow: {lost} to"
-                f" be dropped, {self.seconds:.2f} s of scoring"
+        parts = [f"{self.requests} request{'' if self.requests == 1 else 's'} finished"]
+        if self.sieved_requests:
+            parts.append(
+                f"{self.sieved_requests} sieved: {self.prompt_tokens} prompt tokens,"
+                f" {self.stored_tokens} kept in each sieved layer, {self.blocks_freed} blocks"
+                f" freed, {100 * self.mass_lost / self.sieved_requests:.2f}% of attention lost"
             )
-        return (
-            f"{self.sieved_requests} of {self.requests} requests sieved:"
-            f" {self.prompt_tokens} prompt tokens, {self.stored_tokens} kept in each sieved layer,"
-            f" {self.blocks_freed} blocks freed, {lost} dropped, {self.seconds:.2f} s of scoring"
-            " and compaction"
-        )
+        if self.shadow_requests:
+            would = 100 * self.shadow_mass_lost / self.shadow_requests
+            parts.append(
+                f"{self.shadow_requests} in shadow: {would:.2f}% of attention would be lost"
+            )
+        if not self.sieved_requests and not self.shadow_requests:
+            return f"{parts[0]}, none of them longer than its budget"
+        parts.append(f"{self.seconds:.2f} s of scoring and compaction")
+        return "; ".join(parts)

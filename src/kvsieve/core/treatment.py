@@ -111,10 +111,10 @@ def _as_budget(value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"it is a {type(value).__name__}")
     if isinstance(value, float):
-        if value >= 1 and value.is_integer():
+        if value > 1 and value.is_integer():
             return int(value)
         if not 0 < value < 1:
-            raise ValueError("a fraction must lie between 0 and 1")
+            raise ValueError("a fraction must lie between 0 and 1; all of it is '100%'")
         return value
     try:
         budget = SieveConfig(budget=value).budget

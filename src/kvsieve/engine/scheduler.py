@@ -112,7 +112,8 @@ class SieveSchedulerMixin(_Base):
             ConfigError: There is no such mode.
         """
         previous, self._mode = self._mode, check_mode(mode)
-        logger.info("kvsieve: mode %s, before: %s", self._mode, previous)
+        if self._mode != previous:
+            logger.info("kvsieve: mode %s, before: %s", self._mode, previous)
         return previous
 
     def add_request(self, request: Request) -> None:

@@ -28,6 +28,7 @@ SHARE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75
 """Upper bounds of a histogram of shares."""
 
 LAYER_CLASSES = ("full", "sieved")
+SCORED_MODES = ("sieve", "shadow")
 
 _LABELS = ("model_name", "engine")
 _ONCE = " A request that is recomputed after a preemption is counted once."
@@ -63,10 +64,16 @@ _COUNTERS = {
         "Compactions, each of one request's cache in one sieved layer." + _AGAIN,
         (),
     ),
-    "compaction_seconds": (
-        "Host time that the worker spent on scoring and compaction, in seconds; in shadow mode"
-        " on scoring." + _AGAIN,
+    "shadow_dropped_tokens": (
+        "Prompt tokens that would have been dropped of requests in shadow mode."
+        + _PER_HEAD
+        + _ONCE,
         (),
+    ),
+    "compaction_seconds": (
+        "Host time that the worker spent on scoring and compaction, in seconds, by mode; in shadow"
+        " mode on scoring alone." + _AGAIN,
+        ("mode",),
     ),
 }
 _GAUGES = {
@@ -84,12 +91,12 @@ _LOST = (
 )
 _HISTOGRAMS = {
     "attention_mass_lost": (
-        _LOST + "and over sieved layers. One observation per request, sieved or shadow.",
-        (),
+        _LOST + "and over sieved layers. One observation per request that was scored, by mode.",
+        ("mode",),
     ),
     "layer_attention_mass_lost": (
-        _LOST + "in one sieved layer. One observation per request and layer.",
-        ("layer",),
+        _LOST + "in one sieved layer. One observation per request and layer, by mode.",
+        ("mode", "layer"),
     ),
 }
 
@@ -156,6 +163,8 @@ class SieveMetrics:
         self._model_name = model_name
         start = SieveCounters(
             requests=dict.fromkeys(MODES, 0),
+            compaction_seconds=dict.fromkeys(SCORED_MODES, 0.0),
+            attention_mass_lost={mode: [] for mode in SCORED_MODES},
             blocks_held=dict.fromkeys(LAYER_CLASSES, 0),
             pool_blocks=pool_blocks,
             mode=mode,
@@ -169,6 +178,8 @@ class SieveMetrics:
         families = _families()
         for mode, count in counters.requests.items():
             self._of(families.counters["requests"], engine, mode).inc(count)
+        for mode, seconds in counters.compaction_seconds.items():
+            self._of(families.counters["compaction_seconds"], engine, mode).inc(seconds)
         for name, (_, labels) in _COUNTERS.items():
             if not labels:
                 self._of(families.counters[name], engine).inc(getattr(counters, name))
@@ -180,13 +191,16 @@ class SieveMetrics:
             for mode in MODES:
                 gauge = self._of(families.gauges["mode"], engine, mode)
                 gauge.set(mode == counters.mode)
-        histogram = self._of(families.histograms["attention_mass_lost"], engine)
-        for share in counters.attention_mass_lost:
-            histogram.observe(share)
-        for layer, shares in counters.layer_mass_lost.items():
-            histogram = self._of(families.histograms["layer_attention_mass_lost"], engine, layer)
-            for share in shares:
+        for mode, means in counters.attention_mass_lost.items():
+            histogram = self._of(families.histograms["attention_mass_lost"], engine, mode)
+            for share in means:
                 histogram.observe(share)
+        by_layer = families.histograms["layer_attention_mass_lost"]
+        for mode, layers in counters.layer_mass_lost.items():
+            for layer, shares in layers.items():
+                histogram = self._of(by_layer, engine, mode, layer)
+                for share in shares:
+                    histogram.observe(share)
 
     def _of(self, family: _Metric, engine: int, *labels: str) -> _Metric:
         return family.labels(self._model_name, str(engine), *labels)

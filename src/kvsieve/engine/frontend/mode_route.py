@@ -55,8 +55,8 @@ async def set_mode(request: Request) -> JSONResponse:
     if not config.mode_endpoint:
         return _error(
             HTTPStatus.FORBIDDEN,
-            "this server does not let its mode be changed: start it with the kvsieve setting"
-            " mode_endpoint switched on to allow it",
+            "this server does not let its mode be changed: start it with --mode-endpoint (in"
+            ' additional_config: "mode_endpoint": true) to allow it',
         )
     mode, complaint = wanted_mode(await request.body())
     if mode is None:
