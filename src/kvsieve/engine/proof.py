@@ -108,6 +108,3 @@ class Proof:
             logger.info("kvsieve: %s", self._totals)
             self._totals = SieveTotals()
             self._next_log = time.monotonic() + LOG_INTERVAL_S
-
-    def __len__(self) -> int:
-        return len(self._rows)

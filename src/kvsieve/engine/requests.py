@@ -90,6 +90,3 @@ class PlannedRequests:
         """Drop the plans of requests that ended."""
         for request_id in request_ids:
             self._plans.pop(request_id, None)
-
-    def __len__(self) -> int:
-        return len(self._plans)
