@@ -26,7 +26,10 @@ CONFIG_KEY = "kvsieve"
 MAX_LAYERS = 10_000
 """No model has more; a range beyond it is a slip of the finger."""
 
-_PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
+MAX_BUDGET = 10**9
+"""No prompt has more tokens. Numbers beyond 64 bits could not even be sent between processes."""
+
+_PERCENT = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*$")
 _RANGE = re.compile(r"^([0-9]{1,9})(?:-([0-9]{1,9}))?$")
 _COUNT = re.compile(r"^\s*([0-9]{1,12})\s*$")
 
@@ -86,12 +89,12 @@ class SieveConfig(BaseModel):
         description="What a sieved layer keeps of a prompt, in tokens per KV head, or as a share"
         " of the prompt such as '10%'.",
     )
-    min_budget: Annotated[int, Field(gt=0)] | None = Field(
+    min_budget: Annotated[int, Field(gt=0, le=MAX_BUDGET)] | None = Field(
         default=None,
         description="The operator's lower bound on the budget, in tokens. Default: the smallest"
         " legal budget (window, sinks and one block).",
     )
-    max_budget: Annotated[int, Field(gt=0)] | None = Field(
+    max_budget: Annotated[int, Field(gt=0, le=MAX_BUDGET)] | None = Field(
         default=None,
         description="The operator's upper bound on the budget, in tokens. Default: none.",
     )
@@ -146,6 +149,8 @@ class SieveConfig(BaseModel):
                 return value.replace(" ", "")
         if value <= 0:
             raise ValueError(f"a budget must be at least 1 token, got {value}")
+        if value > MAX_BUDGET:
+            raise ValueError(f"a budget must be at most {MAX_BUDGET} tokens")
         return value
 
     @field_validator("full_layers", mode="before")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,8 +27,14 @@ class MassLost:
     layers: dict[str, float]
 
     @classmethod
-    def of(cls, layers: tuple[int, ...], shares: tuple[float, ...]) -> MassLost:
-        """Summarise the shares of the layers, rounded to what they are worth."""
+    def of(cls, layers: tuple[int, ...], shares: tuple[float, ...]) -> MassLost | None:
+        """Summarise the shares of the layers, rounded to what they are worth.
+
+        Returns:
+            The summary; None if a share is not a number, which JSON could not carry.
+        """
+        if not all(map(math.isfinite, shares)):
+            return None
         rounded = [round(share, 5) for share in shares]
         return cls(
             mean=round(sum(shares) / len(shares), 5),
@@ -56,7 +63,7 @@ class SieveReport:
         would_drop_tokens: In shadow mode, what `dropped_tokens` would have been.
         blocks_freed: Blocks that the sieve gave back while the request ran.
         attention_mass_lost: Attention to what was, or would be, dropped; None if the
-            prompt fits its budget.
+            prompt fits its budget, or the model's attention is not a number.
     """
 
     policy: str
@@ -105,15 +112,15 @@ class SieveTotals:
     def add(self, report: SieveReport, seconds: float = 0.0) -> None:
         """Count one finished request."""
         self.requests += 1
-        if report.attention_mass_lost is None:
-            return
         self.seconds += seconds
-        if not report.sieved:
+        lost = report.attention_mass_lost.mean if report.attention_mass_lost else 0.0
+        if report.would_drop_tokens:
             self.shadow_requests += 1
-            self.shadow_mass_lost += report.attention_mass_lost.mean
+            self.shadow_mass_lost += lost
+        if not report.sieved:
             return
         self.sieved_requests += 1
-        self.mass_lost += report.attention_mass_lost.mean
+        self.mass_lost += lost
         self.prompt_tokens += report.prompt_tokens
         self.stored_tokens += report.stored_tokens["sieved"]
         self.blocks_freed += report.blocks_freed

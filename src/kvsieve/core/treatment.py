@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -48,7 +49,8 @@ def requested_budget(extra_args: Mapping[str, Any] | None) -> Any:
     if KV_BUDGET_KEY not in extra_args:
         for key in extra_args:
             # A setting that silently does nothing is worse than an error.
-            if difflib.SequenceMatcher(None, str(key).lower(), KV_BUDGET_KEY).ratio() > 0.8:
+            name = str(key)[: 2 * len(KV_BUDGET_KEY)].lower()
+            if difflib.SequenceMatcher(None, name, KV_BUDGET_KEY).ratio() > 0.8:
                 raise ValueError(f"unknown setting {key!r}; did you mean {KV_BUDGET_KEY!r}?")
     return extra_args.get(KV_BUDGET_KEY)
 
@@ -78,7 +80,7 @@ def treat(mode: Mode, config: SieveConfig, kv_budget: Any, block_size: int) -> T
 
 def _parse(config: SieveConfig, kv_budget: Any, block_size: int) -> BudgetRule | None:
     """A request's budget as a rule; None for "full" and for no wish."""
-    given = f"{KV_BUDGET_KEY} {kv_budget!r}"
+    given = f"{KV_BUDGET_KEY} {reprlib.repr(kv_budget)}"
     if kv_budget is None:
         return None
     if isinstance(kv_budget, str) and kv_budget.strip().lower() == FULL:
@@ -112,10 +114,11 @@ def _as_budget(value: Any) -> int | float:
         raise ValueError(f"it is a {type(value).__name__}")
     if isinstance(value, float):
         if value > 1 and value.is_integer():
-            return int(value)
-        if not 0 < value < 1:
+            value = int(value)
+        elif 0 < value < 1:
+            return value
+        else:
             raise ValueError("a fraction must lie between 0 and 1; all of it is '100%'")
-        return value
     try:
         budget = SieveConfig(budget=value).budget
     except ValidationError as error:

@@ -70,7 +70,10 @@ FEATURES: tuple[Feature, ...] = (
     _served("stop strings, stop tokens, min_tokens, ignore_eos"),
     _served("logprobs, prompt_logprobs"),
     _served("structured output"),
-    _served("beam search", "equal to stock: each of its steps samples before anything is dropped"),
+    _served(
+        "beam search",
+        "equal to stock: its steps sample before anything is dropped; no report, no kv_budget",
+    ),
     _served("reset of the prefix cache", "running requests included"),
     _served("sleep and wake, reload of weights", "sleeping does nothing on CPUs, in stock too"),
     Feature(
