@@ -161,6 +161,7 @@ class Death:
         whole: Status and error type of an answer that was not streamed.
         exit_status: The server's.
         words: Which of `LOG_WORDS` its log has.
+        frames: Lines of kvsieve in tracebacks, but for what errors pass through.
         orphans: Processes of the server that outlived it.
     """
 
@@ -168,10 +169,13 @@ class Death:
     whole: str = ""
     exit_status: int | None = None
     words: list[str] = field(default_factory=list)
+    frames: list[str] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
 
 
-LOG_WORDS = ("EngineDeadError", "died unexpectedly", "Engine core proc", "kvsieve/engine")
+LOG_WORDS = ("EngineDeadError", "died unexpectedly", "Engine core proc")
+PASSED_THROUGH = "frontend/stream.py"
+"""vLLM's own errors pass through this file on their way to a streaming client."""
 
 
 def processes(server: Server) -> dict[str, psutil.Process]:
@@ -238,6 +242,11 @@ def kill_during_requests(server: Server, model: str, title: str) -> Death:
     death.exit_status = server.exit_status
     log = server.log.read_text()
     death.words = [word for word in LOG_WORDS if word in log]
+    death.frames = [
+        line
+        for line in log.splitlines()
+        if "kvsieve/engine" in line and "File" in line and PASSED_THROUGH not in line
+    ]
     _, alive = psutil.wait_procs(children, timeout=30)
     death.orphans = [" ".join(child.cmdline()) for child in alive]
     return death
@@ -248,8 +257,8 @@ def check_deaths(deaths: dict[str, Death]) -> None:
     assert deaths["sieved"].orphans == []
     assert deaths["sieved"].stream != "done"
     assert deaths["sieved"].whole != "200"
-    # No frame of ours in a traceback: nothing of kvsieve failed.
-    assert "kvsieve/engine" not in deaths["sieved"].words
+    # Nothing of kvsieve failed.
+    assert deaths["sieved"].frames == []
 
 
 def test_a_killed_engine_core_ends_the_server_as_stock(
