@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -62,8 +61,8 @@ def nominal_budget(asked: Asked, budget: int) -> int:
         return budget
     if isinstance(asked.kv_budget, int):
         return asked.kv_budget
-    share = float(asked.kv_budget.rstrip("%")) / 100
-    return max(68, math.ceil(prompt_tokens * share))
+    percent = int(asked.kv_budget.rstrip("%"))
+    return max(68, -(-prompt_tokens * percent // 100))
 
 
 def check_round(oracle: Oracle, outcome: Round, budget: int) -> Agreement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvsieve.core.budget import BudgetRule, sieve_start, smallest_budget, stored_tokens
@@ -44,6 +44,7 @@ def test_the_start_at_the_edges(prompt: int, expected: int) -> None:
     assert sieve_start(prompt, 256, 32) == expected
 
 
+@example(prompt=11_750, percent=14, floor=1, ceiling=5000)
 @given(lengths, st.integers(1, 100), st.integers(1, 500), st.integers(500, 5000))
 def test_a_share_stays_between_its_bounds(
     prompt: int, percent: int, floor: int, ceiling: int
@@ -54,7 +55,7 @@ def test_a_share_stays_between_its_bounds(
     assert floor <= budget <= ceiling
     assert rule.smallest <= budget
     if floor < budget < ceiling:
-        assert 0 <= budget - prompt * percent / 100 < 1
+        assert budget == -(-prompt * percent // 100)
 
 
 def test_a_rule_takes_tokens_or_a_share() -> None:

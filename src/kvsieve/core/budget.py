@@ -38,7 +38,8 @@ class BudgetRule:
             budget = self.tokens
         else:
             assert self.share is not None
-            budget = math.ceil(prompt_tokens * self.share)
+            # 14% of 11,750 tokens is 1,645, and 1645.0000000000002 in floating point.
+            budget = math.ceil(prompt_tokens * self.share * (1 - 1e-12))
         budget = max(budget, self.min_tokens)
         if self.max_tokens is not None:
             budget = min(budget, self.max_tokens)
