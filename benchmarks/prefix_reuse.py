@@ -25,6 +25,7 @@ from typing import Any
 from paired import parse_positive
 from pairing import reuse
 from pairing.arm import BenchmarkError, Lab, prepare_environment
+from pairing.progress import clocked
 from pairing.provenance import provenance, source_hash
 from pairing.tables import print_summary
 from pairing.workload import FULL, Options, read_shape
@@ -66,10 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     progress = Console(stderr=True, highlight=False)
     began = time.monotonic()
-
-    def say(line: str) -> None:
-        minutes, seconds = divmod(int(time.monotonic() - began), 60)
-        progress.print(f"[{minutes:3d}:{seconds:02d}] {line}", markup=False, soft_wrap=True)
+    say = clocked(progress, began)
 
     prepare_environment(arguments.threads)
     options = _options(arguments, progress)

@@ -33,6 +33,7 @@ from typing import Any
 import httpx
 import openai
 import psutil
+from pairing.progress import clocked
 from pairing.provenance import provenance
 from rich.console import Console
 from soaking.client import Outcome, Server
@@ -236,10 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     progress = Console(stderr=True, highlight=False)
     began = time.monotonic()
-
-    def say(line: str) -> None:
-        minutes, seconds = divmod(int(time.monotonic() - began), 60)
-        progress.print(f"[{minutes:3d}:{seconds:02d}] {line}", markup=False, soft_wrap=True)
+    say = clocked(progress, began)
 
     birth = provenance(ROOT, arguments.seed, 0)
     del birth["threads_per_arm"]  # The servers', which are not ours to know.

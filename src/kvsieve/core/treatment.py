@@ -68,14 +68,10 @@ def treat(mode: Mode, config: SieveConfig, kv_budget: Any, block_size: int) -> T
     Raises:
         ValueError: The budget cannot be read, or is out of the operator's bounds.
     """
-    if mode == "full":
-        # Checked all the same: whether a request is valid must not depend on the mode.
-        _parse(config, kv_budget, block_size)
-        return Treatment("full")
-    if kv_budget is None:
-        return Treatment(mode)
+    # Parsed in every mode: whether a request is valid must not depend on it.
     rule = _parse(config, kv_budget, block_size)
-    return Treatment("full") if rule is None else Treatment(mode, rule)
+    wants_full = kv_budget is not None and rule is None
+    return Treatment("full") if mode == "full" or wants_full else Treatment(mode, rule)
 
 
 def _parse(config: SieveConfig, kv_budget: Any, block_size: int) -> BudgetRule | None:
