@@ -6,12 +6,9 @@ import importlib.util
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from kvsieve.core.errors import ConfigError
-from kvsieve.demo import DemoError, ensure_demo_model, measure, model, run_demo, server
+from kvsieve.demo import DemoError, ensure_demo_model, measure, model, run_demo
 from kvsieve.demo.document import EXPECTED, QUESTION, demo_document, demo_prompt, is_correct
 
 quiet = Console(file=io.StringIO())
@@ -234,85 +231,14 @@ def test_the_document_is_plain_text_and_the_question_comes_last() -> None:
     assert not is_correct("They were Xerox and IBM.")
 
 
-def test_the_two_servers_differ_in_the_budget_only() -> None:
-    full = server.serve_command(Path("m"), 1234, None)
-    sieved = server.serve_command(Path("m"), 1234, 256)
-    shared = ["--host", "127.0.0.1", "--port", "1234", *server.SERVE_FLAGS]
-    assert full[-len(shared) :] == sieved[-len(shared) :] == shared
-    assert sieved[1 : -len(shared)] == ["-m", "kvsieve", "serve", "m", "--budget", "256"]
-    assert not any("kvsieve" in part for part in full[1:])
-
-
-def test_a_taken_port_is_refused_before_anything_starts() -> None:
-    with socket.socket() as taken:
-        taken.bind((server.HOST, 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(DemoError, match=f"port {port} on 127.0.0.1 cannot be used"):
-            server.pick_port(port)
-    assert server.pick_port(None) > 0
-
-
 def test_a_budget_that_is_too_small_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="budget 10 is too small"):
         run_demo(quiet, budget=10, log_console=quiet)
 
 
-@pytest.fixture
-def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the servers' logs go."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
-
-
-def test_a_server_that_dies_is_reported_with_its_last_lines(logs: Path) -> None:
-    dead = server.Server("full", 1)
-    assert dead.log.parent == logs
-    dead.start([sys.executable, "-c", "print('bad flag'); raise SystemExit(3)"], {})
-    with pytest.raises(DemoError, match="exited with status 3") as caught:
-        dead.raise_if_dying(patience_s=30.0)
-    assert "  | bad flag" in str(caught.value) and str(dead.log) in str(caught.value)
-    dead.stop()
-
-
-@pytest.mark.usefixtures("logs")
-def test_stopping_ends_the_children_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "GRACE_S", 0.5)
-    child = (
-        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
-        " print('ready', flush=True); time.sleep(600)"
-    )
-    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
-    stubborn = server.Server("full", 1)
-    stubborn.start([sys.executable, "-c", parent], {})
-    assert stubborn._process is not None
-    while "ready" not in stubborn.log.read_text():
-        stubborn.check_alive()
-        time.sleep(0.05)
-    stubborn.stop()
-    with pytest.raises(ProcessLookupError):
-        os.killpg(stubborn._process.pid, 0)
-
-
-def test_metrics_are_read_with_their_labels() -> None:
-    text = textwrap.dedent(
-        """
-        # HELP vllm:kv_cache_usage_perc KV-cache usage.
-        vllm:kv_cache_usage_perc{engine="0",model_name="demo"} 0.125
-        vllm:cache_config_info{block_size="32",num_gpu_blocks="729",path="a\\"b"} 1.0
-        plain_total 3
-        """
-    )
-    metrics = measure.parse_metrics(text)
-    assert metrics["vllm:kv_cache_usage_perc"] == (0.125, {"engine": "0", "model_name": "demo"})
-    assert metrics["vllm:cache_config_info"][1]["num_gpu_blocks"] == "729"
-    assert metrics["plain_total"] == (3.0, {})
-
-
 def test_blocks_come_from_the_usage_that_was_seen() -> None:
-    pool = measure.Pool(num_blocks=1000, block_size=32, bytes_per_block=2**20)
-    memory = measure._memory([0.1, 0.93, 0.2, 0.184], pool)
+    memory = measure._memory([0.1, 0.93, 0.2, 0.184], 1000, 2**20)
     assert (memory.blocks_before, memory.blocks_after) == (930, 184)
     assert memory.bytes_after == 184 * 2**20
     with pytest.raises(DemoError, match="vllm:kv_cache_usage_perc"):
-        measure._memory([], pool)
+        measure._memory([], 1000, 2**20)

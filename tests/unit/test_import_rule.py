@@ -1,6 +1,7 @@
 """The import rule: an arrow may import what it points to, and nothing else.
 
-    cli -> {serving, evals, bench, inspect, demo, planning} -> engine -> {policies, kernels} -> core
+    cli -> {evals, bench, inspect, demo, planning} -> {serving, reports} -> engine
+        -> {policies, kernels} -> core
 
 Rooms on one level do not import one another, and only `engine` imports vLLM.
 """
@@ -45,12 +46,13 @@ RULE = {
     "kernels": allow("core", packages="torch triton"),
     "engine": allow("kvsieve core policies kernels"),
     "serving": allow(UP_TO_ENGINE),
-    "evals": allow(UP_TO_ENGINE),
-    "bench": allow(UP_TO_ENGINE),
-    "inspect": allow(UP_TO_ENGINE),
-    "demo": allow(UP_TO_ENGINE),
+    "reports": allow("kvsieve core"),
+    "evals": allow(f"{UP_TO_ENGINE} serving reports"),
+    "bench": allow(f"{UP_TO_ENGINE} serving reports"),
+    "inspect": allow(f"{UP_TO_ENGINE} serving reports"),
+    "demo": allow(f"{UP_TO_ENGINE} serving"),
     "planning": allow("kvsieve core", packages="transformers"),
-    "cli": allow(f"{UP_TO_ENGINE} serving evals bench inspect demo planning"),
+    "cli": allow(f"{UP_TO_ENGINE} serving reports evals bench inspect demo planning"),
     "__main__": allow("cli", packages=""),
 }
 IMPORTS_VLLM = "engine"

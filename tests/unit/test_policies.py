@@ -113,3 +113,35 @@ def test_the_configuration_reaches_the_policy() -> None:
     assert policy_from_config(config) == snapkv(
         observation_window=16, pool_size=5, pooling="avg", num_sink_tokens=1
     )
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "streaming_llm", "random"])
+@given(num_heads=st.integers(1, 4), n=st.integers(5, 200), data=st.data())
+def test_every_policy_keeps_sinks_and_repeats_itself(
+    policy: str, num_heads: int, n: int, data: st.DataObject
+) -> None:
+    keep = data.draw(st.integers(4, n))
+    scores = torch.rand(num_heads, 3, n, generator=torch.Generator().manual_seed(n))
+    chosen = policy_from_config(SieveConfig(policy=policy)).select(scores, keep)
+
+    assert chosen.shape == (num_heads, keep)
+    assert chosen[:, :4].tolist() == [[0, 1, 2, 3]] * num_heads
+    assert (chosen.diff(dim=1) > 0).all() and int(chosen.max()) < n
+    again = policy_from_config(SieveConfig(policy=policy)).select(scores, keep)
+    assert torch.equal(chosen, again)
+
+
+def test_streaming_llm_keeps_the_end() -> None:
+    chosen = policy_from_config(SieveConfig(policy="streaming_llm")).select(torch.rand(2, 3, 50), 9)
+
+    assert chosen.tolist() == [[0, 1, 2, 3, 45, 46, 47, 48, 49]] * 2
+
+
+def test_the_random_baseline_looks_at_no_score() -> None:
+    policy = policy_from_config(SieveConfig(policy="random"))
+    one, other = (policy.select(torch.rand(2, 3, 500), 100) for _ in range(2))
+
+    assert torch.equal(one, other)
+    assert not torch.equal(one[0], one[1])
+    # Spread over the whole prompt: chance of fewer than 10 in a half is nil.
+    assert 10 < int((one < 250).sum(dim=1).min()) < 90

@@ -17,6 +17,7 @@ def serve(
     max_budget: options.MaxBudget = None,
     mode: options.Mode = None,
     mode_endpoint: options.ModeEndpoint = None,
+    forced_tokens: options.ForcedTokens = None,
     full_layers: options.FullLayers = None,
     observation_window: options.ObservationWindow = None,
     pool_size: options.PoolSize = None,

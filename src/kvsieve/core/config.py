@@ -80,9 +80,10 @@ class SieveConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    policy: Literal["snapkv"] = Field(
+    policy: Literal["snapkv", "streaming_llm", "random"] = Field(
         default="snapkv",
-        description="How the tokens of the prompt are scored (the published method's name).",
+        description="How the tokens of the prompt are scored (the published method's name; 'random'"
+        " is a baseline to compare with).",
     )
     budget: int | str = Field(
         default=1024,
@@ -106,6 +107,11 @@ class SieveConfig(BaseModel):
     mode_endpoint: bool = Field(
         default=False,
         description="Whether POST /v1/kvsieve/mode may change the mode of a running server.",
+    )
+    forced_tokens: bool = Field(
+        default=False,
+        description="Whether a request may give forced_tokens, which the model is then made to"
+        " say; `kvsieve eval` compares distributions that way.",
     )
     full_layers: int | tuple[int, ...] | None = Field(
         default=None,

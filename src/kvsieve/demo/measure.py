@@ -7,7 +7,6 @@ times the bytes of a block, which follow from the pool that the server reports.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +17,10 @@ from typing import Any
 import httpx
 import openai
 
+from kvsieve.core.errors import KvsieveError
 from kvsieve.demo.errors import DemoError
-from kvsieve.demo.server import SERVED_NAME, Server
+from kvsieve.serving.metrics import Pool, parse_metrics, read_pool
+from kvsieve.serving.server import Server
 
 POLL_S = 0.02
 """Between two looks at `/metrics`; the peak is visible for one decode step (0.1 s)."""
@@ -30,24 +31,6 @@ PEAK_TRIES = 3
 MAX_TOKENS = 48
 
 REQUEST_TIMEOUT_S = 600.0
-
-_SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The server's KV-cache pool, from `vllm:cache_config_info`.
-
-    Attributes:
-        num_blocks: Blocks that requests can hold.
-        block_size: Tokens of a block.
-        bytes_per_block: Bytes of a block, over all layers that share it.
-    """
-
-    num_blocks: int
-    block_size: int
-    bytes_per_block: int
 
 
 @dataclass(frozen=True)
@@ -130,16 +113,6 @@ def num_layers(model: Path) -> int:
     return int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
 
 
-def parse_metrics(text: str) -> dict[str, tuple[float, dict[str, str]]]:
-    """Prometheus text as name to (value, labels); the last sample of a name wins."""
-    found: dict[str, tuple[float, dict[str, str]]] = {}
-    for line in text.splitlines():
-        if match := _SAMPLE.match(line):
-            labels = dict(_LABEL.findall(match["labels"] or ""))
-            found[match["name"]] = (float(match["value"]), labels)
-    return found
-
-
 def measure(server: Server, model: Path, prompt: str, show: Callable[[str], None]) -> Measured:
     """Ask `server` the prompt twice: once streamed and timed, once for the proof.
 
@@ -153,7 +126,8 @@ def measure(server: Server, model: Path, prompt: str, show: Callable[[str], None
         show: Called with each piece of the streamed answer.
 
     Raises:
-        DemoError: The server died, refused, or reported something unusable.
+        DemoError: The server refused, or reported something unusable.
+        ServerError: It died.
     """
     with (
         httpx.Client(trust_env=False, timeout=30.0) as http,
@@ -168,21 +142,22 @@ def measure(server: Server, model: Path, prompt: str, show: Callable[[str], None
     ):
         try:
             # The first request of a process pays for allocations; it should not be ours.
-            _create(client, "Hello", max_tokens=2)
-            answer = _stream(client, prompt, show)
-            pool = _read_pool(http, server.url, model)
+            _create(client, server.served_name, "Hello", max_tokens=2)
+            answer = _stream(client, server.served_name, prompt, show)
+            pool = read_pool(http, server.url)
+            block_bytes = bytes_per_block(pool, model)
             for _ in range(PEAK_TRIES):
                 with _Poll(server.url) as poll:
-                    response = _create(client, prompt)
+                    response = _create(client, server.served_name, prompt)
                 proof = _proof(response)
-                memory = _memory(poll.usage, pool)
+                memory = _memory(poll.usage, pool.num_blocks, block_bytes)
                 freed = (proof or {}).get("blocks_freed", 0)
                 if memory.blocks_before - memory.blocks_after >= freed / 2:
                     break  # Else the looks fell on either side of the peak.
         except (openai.APIError, httpx.HTTPError) as error:
             server.raise_if_dying()
             raise server.failure(f"did not answer ({type(error).__name__}: {error})") from error
-        except DemoError:
+        except KvsieveError:
             raise
         except Exception:
             # A stream that breaks off raises what openai's HTTP library of the day raises.
@@ -198,7 +173,7 @@ def _proof(response: Any) -> dict[str, Any] | None:
     return (extra.get("kv_transfer_params") or {}).get("kvsieve")
 
 
-def _memory(usage: list[float], pool: Pool) -> Memory:
+def _memory(usage: list[float], num_blocks: int, bytes_per_block: int) -> Memory:
     """Blocks from the shares of the pool that were seen in use, oldest first."""
     if not usage:
         raise DemoError(
@@ -206,30 +181,30 @@ def _memory(usage: list[float], pool: Pool) -> Memory:
             " vllm:kv_cache_usage_perc stayed 0 or is missing"
         )
     return Memory(
-        blocks_before=round(max(usage) * pool.num_blocks),
-        blocks_after=round(usage[-1] * pool.num_blocks),
-        bytes_per_block=pool.bytes_per_block,
+        blocks_before=round(max(usage) * num_blocks),
+        blocks_after=round(usage[-1] * num_blocks),
+        bytes_per_block=bytes_per_block,
     )
 
 
-def _create(client: openai.OpenAI, prompt: str, max_tokens: int = MAX_TOKENS) -> Any:
+def _create(client: openai.OpenAI, model: str, prompt: str, max_tokens: int = MAX_TOKENS) -> Any:
     """One unstreamed chat completion, greedy."""
     return client.chat.completions.create(
-        model=SERVED_NAME,
+        model=model,
         messages=[{"role": "user", "content": prompt}],
         temperature=0.0,
         max_tokens=max_tokens,
     )
 
 
-def _stream(client: openai.OpenAI, prompt: str, show: Callable[[str], None]) -> Answer:
+def _stream(client: openai.OpenAI, model: str, prompt: str, show: Callable[[str], None]) -> Answer:
     """One streamed chat completion, greedy, timed on this side of the connection."""
     pieces: list[str] = []
     first = last = 0.0
     usage: Any = None
     started = time.perf_counter()
     for chunk in client.chat.completions.create(
-        model=SERVED_NAME,
+        model=model,
         messages=[{"role": "user", "content": prompt}],
         temperature=0.0,
         max_tokens=MAX_TOKENS,
@@ -259,24 +234,14 @@ def _stream(client: openai.OpenAI, prompt: str, show: Callable[[str], None]) -> 
     )
 
 
-def _read_pool(http: httpx.Client, url: str, model: Path) -> Pool:
-    """The pool as the server describes it."""
-    metrics = parse_metrics(http.get(f"{url}/metrics").text)
-    try:
-        labels = metrics["vllm:cache_config_info"][1]
-        # vLLM counts its null block too, and leaves it out of the usage.
-        num_blocks = int(labels["num_gpu_blocks"]) - 1
-        block_size = int(labels["block_size"])
-        pool_bytes = int(labels["kv_cache_memory_bytes"])
-    except (KeyError, ValueError) as error:
-        raise DemoError(
-            f"{url}/metrics describes no KV-cache pool (vllm:cache_config_info: {error!r})."
-            " The demonstration is made for vLLM 0.32"
-        ) from error
-    page = page_bytes(model, block_size)
-    # A block of vLLM's pool holds one page for each layer of a cache group.
-    layers_per_block = pool_bytes // ((num_blocks + 1) * page)
-    return Pool(num_blocks, block_size, layers_per_block * page)
+def bytes_per_block(pool: Pool, model: Path) -> int:
+    """Bytes of a block of the pool, over all layers that share it.
+
+    A block holds one page for each layer of a cache group; vLLM rounds the pool down to
+    whole blocks, so the pages are counted.
+    """
+    page = page_bytes(model, pool.block_size)
+    return pool.pool_bytes // ((pool.num_blocks + 1) * page) * page
 
 
 class _Poll:

@@ -49,6 +49,17 @@ VLLM_SYMBOLS: tuple[VllmSymbol, ...] = (
     VllmSymbol(
         "vllm.v1.engine.input_processor", "InputProcessor.process_inputs", "refusing requests"
     ),
+    VllmSymbol("vllm.config", "ModelConfig.get_vocab_size", "checking forced tokens"),
+    VllmSymbol(
+        "vllm.v1.sample.logits_processor",
+        "AdapterLogitsProcessor.new_req_logits_processor",
+        "forced tokens on Model Runner V1",
+    ),
+    VllmSymbol(
+        "vllm.v1.worker.gpu.sample.logits_processor.interface",
+        "LogitsProcessor.apply",
+        "forced tokens on Model Runner V2",
+    ),
     VllmSymbol("vllm.entrypoints.cli.serve", "ServeSubcommand.cmd", "kvsieve serve"),
     VllmSymbol("vllm.entrypoints.cli.serve", "ServeSubcommand.subparser_init", "kvsieve serve"),
     VllmSymbol("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup", "kvsieve serve"),

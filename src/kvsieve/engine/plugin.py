@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
+from kvsieve.core.forcing import FORCED_TOKENS_KEY, check_forced_tokens
 from kvsieve.core.treatment import KV_BUDGET_KEY, requested_budget, treat
 from kvsieve.engine.activation import is_configured
 from kvsieve.engine.wrapping import wrap
@@ -69,7 +70,8 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
     this kind of error with status 400.
 
     Raises:
-        VLLMValidationError: The request cannot be served, or its `kv_budget` is wrong.
+        VLLMValidationError: The request cannot be served, or its `kv_budget` or
+            `forced_tokens` are wrong.
     """
     vllm_config = processor.vllm_config
     if not is_configured(vllm_config.additional_config):
@@ -83,11 +85,22 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
             " the start of what is kept; send the whole prompt in one request"
         )
     config = SieveConfig.parse(vllm_config.additional_config[CONFIG_KEY])
+    params = call.get("params")
+    extra_args = getattr(params, "extra_args", None)
+    parameter = KV_BUDGET_KEY
     try:
-        kv_budget = requested_budget(getattr(call.get("params"), "extra_args", None))
+        kv_budget = requested_budget(extra_args)
         treat(config.mode, config, kv_budget, vllm_config.cache_config.block_size)
+        parameter = FORCED_TOKENS_KEY
+        forces = check_forced_tokens(
+            extra_args,
+            is_allowed=config.forced_tokens,
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+        )
+        if forces and getattr(params, "structured_outputs", None) is not None:
+            raise ValueError(f"{FORCED_TOKENS_KEY} cannot follow a grammar: leave out one of them")
     except ValueError as error:
-        raise VLLMValidationError(str(error), parameter=KV_BUDGET_KEY) from None
+        raise VLLMValidationError(str(error), parameter=parameter) from None
     return stock(processor, *args, **kwargs)
 
 
@@ -102,6 +115,10 @@ def activate(vllm_config: Any, config: SieveConfig) -> None:
 
     refuse_unsupported(vllm_config)
     config.budget_rule(vllm_config.cache_config.block_size)
+    if config.forced_tokens:
+        from kvsieve.engine.forcing import install_forcing
+
+        install_forcing(vllm_config)
     scheduler = vllm_config.scheduler_config
     name = "SieveAsyncScheduler" if scheduler.async_scheduling else "SieveScheduler"
     scheduler.scheduler_cls = f"kvsieve.engine.scheduler.{name}"

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from kvsieve.policies.baseline import Ranking, rank
 from kvsieve.policies.protect import protect_sinks
 from kvsieve.policies.reduce import HeadReduction, reduce_heads
 from kvsieve.policies.select import select_positions
@@ -28,6 +29,8 @@ class Policy:
         pooling: Kind of smoothing over neighbouring positions.
         pool_size: Width of the smoothing, in tokens, odd.
         num_sink_tokens: First tokens of the prompt that are always kept.
+        ranking: "score" takes the best scores; the baselines look at no score at all. What
+            the window's attention loses is known of each.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Policy:
     pooling: Pooling
     pool_size: int
     num_sink_tokens: int
+    ranking: Ranking = "score"
 
     def select(self, head_scores: torch.Tensor, num_keep: int) -> torch.Tensor:
         """Positions to keep among those before the observation window.
@@ -52,7 +56,10 @@ class Policy:
         Raises:
             ValueError: `num_keep` is not in [0, n].
         """
-        scores = reduce_heads(head_scores, self.head_reduction)
-        scores = smooth(scores, self.pooling, self.pool_size)
+        if self.ranking == "score":
+            scores = reduce_heads(head_scores, self.head_reduction)
+            scores = smooth(scores, self.pooling, self.pool_size)
+        else:
+            scores = rank(self.ranking, head_scores[:, 0])
         scores = protect_sinks(scores, self.num_sink_tokens)
         return select_positions(scores, num_keep)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvsieve.core.config import SieveConfig
 from kvsieve.policies.policy import Policy
 from kvsieve.policies.snapkv import snapkv
+from kvsieve.policies.streaming_llm import random_baseline, streaming_llm
 
 POLICIES: dict[str, Callable[[SieveConfig], Policy]] = {
     "snapkv": lambda config: snapkv(
@@ -15,6 +16,10 @@ POLICIES: dict[str, Callable[[SieveConfig], Policy]] = {
         pool_size=config.pool_size,
         num_sink_tokens=config.num_sink_tokens,
     ),
+    "streaming_llm": lambda config: streaming_llm(
+        config.observation_window, config.num_sink_tokens
+    ),
+    "random": lambda config: random_baseline(config.observation_window, config.num_sink_tokens),
 }
 
 

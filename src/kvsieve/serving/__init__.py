@@ -1,0 +1,1 @@
+"""Servers as child processes, and what is read from them."""
