@@ -6,6 +6,7 @@ EXTRA ?= $(if $(wildcard .venv/.ready-gpu),gpu,cpu)
 ARGS ?=
 
 READY := .venv/.ready-$(EXTRA)
+BROWSER := .venv/.browser
 BIN := .venv/bin
 # A folder that a checkout lacks is not an error; one that is there is always run.
 TESTS := $(wildcard tests/unit tests/engine)
@@ -28,11 +29,11 @@ demo: $(READY) ## run the demonstration
 	@echo "==> kvsieve demo"
 	@$(BIN)/kvsieve demo $(ARGS)
 
-test: $(READY) ## run the unit and engine tests, without the long ones
+test: $(READY) $(BROWSER) ## run the unit and engine tests, without the long ones
 	@echo "==> tests: $(TESTS) (the long ones are left to make test-long)"
 	@$(BIN)/python -m pytest $(TESTS) -m "not long" $(ARGS)
 
-test-long: $(READY) ## run every test, the long ones too
+test-long: $(READY) $(BROWSER) ## run every test, the long ones too
 	@echo "==> every test"
 	@$(BIN)/python -m pytest tests $(ARGS)
 
@@ -57,3 +58,7 @@ $(READY): pyproject.toml scripts/setup.py
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "error: no $(PYTHON) on this machine; install Python 3.11 or later" >&2; exit 1; }
 	@$(PYTHON) scripts/setup.py --extra $(EXTRA)
+
+# Only the tests open the reports in a browser; the other verbs install none.
+$(BROWSER): scripts/browser.py | $(READY)
+	@$(PYTHON) scripts/browser.py

@@ -18,12 +18,12 @@ from typing import Any
 from pairing import decode, host, overhead, scoring, throughput
 from pairing.arm import BenchmarkError, Lab, prepare_environment
 from pairing.progress import clocked
-from pairing.provenance import provenance, source_hash
 from pairing.tables import print_host, print_summary
 from pairing.workload import FULL, POOLS, QUICK, Options, read_shape
 from rich.console import Console
 
-ROOT = Path(__file__).resolve().parents[1]
+from kvsieve.reports.provenance import provenance, source_hash
+
 # Measurements that share arms follow one another.
 MEASUREMENTS = ("decode", "scoring", "overhead", "throughput", "host")
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     prepare_environment(arguments.threads)
     options = resolve(arguments, progress)
-    birth = provenance(ROOT, arguments.seed, arguments.threads)
+    birth = {**provenance(seed=arguments.seed), "threads_per_arm": arguments.threads}
     scratch = Path(tempfile.mkdtemp(prefix="kvsieve-bench-"))
     say(f"logs of the arms: {scratch}")
     if (others := os.getloadavg()[0]) > 0.5:
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         lab.close()
-    birth["source_changed_meanwhile"] = source_hash(ROOT) != birth["source_sha256"]
+    birth["source_changed_meanwhile"] = source_hash() != birth["source_sha256"]
     birth["machine"]["load_average_after"] = os.getloadavg()
     _write(arguments.json, birth, options, results, lab)
     _report(Console(width=None if os.isatty(1) else 160), results, birth, arguments.quick)

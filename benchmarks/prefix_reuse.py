@@ -26,16 +26,12 @@ from paired import parse_positive
 from pairing import reuse
 from pairing.arm import BenchmarkError, Lab, prepare_environment
 from pairing.progress import clocked
-from pairing.provenance import provenance, source_hash
 from pairing.tables import print_summary
 from pairing.workload import FULL, Options, read_shape
 from rich.console import Console
 from rich.table import Table
 
-import kvsieve
-
-# Of the package that is measured, which PYTHONPATH may have taken from elsewhere.
-ROOT = Path(kvsieve.__file__).resolve().parents[2]
+from kvsieve.reports.provenance import provenance, source_hash
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -71,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     prepare_environment(arguments.threads)
     options = _options(arguments, progress)
-    birth = provenance(ROOT, arguments.seed, arguments.threads)
+    birth = {**provenance(seed=arguments.seed), "threads_per_arm": arguments.threads}
     scratch = Path(tempfile.mkdtemp(prefix="kvsieve-bench-"))
     say(f"logs of the arms: {scratch}")
     lab = Lab(scratch, say)
@@ -84,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         lab.close()
-    birth["source_changed_meanwhile"] = source_hash(ROOT) != birth["source_sha256"]
+    birth["source_changed_meanwhile"] = source_hash() != birth["source_sha256"]
     birth["machine"]["load_average_after"] = os.getloadavg()
     birth["wall_s"] = time.monotonic() - began
     if arguments.json:

@@ -34,7 +34,6 @@ import httpx
 import openai
 import psutil
 from pairing.progress import clocked
-from pairing.provenance import provenance
 from rich.console import Console
 from soaking.client import Outcome, Server
 from soaking.jobs import Job, Load
@@ -42,7 +41,8 @@ from soaking.verdict import FINE, print_summary, summarize
 from soaking.vllm_bench import run_rounds
 from soaking.watch import Watch, find_processes
 
-ROOT = Path(__file__).resolve().parents[1]
+from kvsieve.reports.provenance import provenance
+
 SAMPLE_EVERY_S = 10.0
 DEAD_AFTER = 20
 """Connections that fail in a row before a server is taken for dead."""
@@ -239,8 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     say = clocked(progress, began)
 
-    birth = provenance(ROOT, arguments.seed, 0)
-    del birth["threads_per_arm"]  # The servers', which are not ours to know.
+    birth = provenance(seed=arguments.seed)
     soak = Soak(arguments, say)
     try:
         summary = asyncio.run(soak.run())

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kvsieve.cli.demo import demo
 from kvsieve.cli.doctor import doctor
+from kvsieve.cli.evaluate import evaluate
 from kvsieve.cli.generate import generate
 from kvsieve.cli.mode import mode
 from kvsieve.cli.plan import plan
@@ -22,8 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# Everything that serve does not know is a flag of `vllm serve`.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+# Everything that these do not know is a flag of `vllm serve`.
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(context_settings=_PASS_ON)(serve)
+app.command("eval", context_settings=_PASS_ON)(evaluate)
 app.command()(generate)
 app.command()(plan)
 app.command()(doctor)

@@ -1,0 +1,1 @@
+"""Evaluation: what a budget costs in quality, against full KV in the same run."""

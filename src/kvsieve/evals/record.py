@@ -1,0 +1,96 @@
+"""What is known of one item under one setting, as the journal keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from kvsieve.core.errors import KvsieveError
+from kvsieve.evals.settings import Setting
+from kvsieve.serving.client import Completion
+
+
+class Record(BaseModel):
+    """One judged answer.
+
+    Attributes:
+        item_id: The item.
+        task: Its task.
+        policy: Policy of the server that answered.
+        kv_budget: The setting's budget: tokens, a share, or "full".
+        score: In [0, 1]: of an answer the scorer's, of a forced text the share of tokens
+            where the most probable token is right.
+        answer: What was generated freely.
+        finish_reason: "stop", "length", ...
+        prompt_tokens: Length of the prompt.
+        cached_tokens: Prompt tokens that the prefix cache had; None if the server is silent.
+        sieved: Whether the cache was sieved, as the worker reports it.
+        kv_share: KV held of the prompt as a share of full KV, over all layers.
+        mass_lost: Mean share of attention that went to what was dropped.
+        nll: Of a forced text, the mean negative log-probability.
+        kl: Of a forced text, the mean divergence from full KV.
+        agreement: Of a forced text, the share of tokens with full KV's most probable one.
+        tags: The item's.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    item_id: str
+    task: str
+    policy: str
+    kv_budget: int | str
+    score: float
+    answer: str = ""
+    finish_reason: str | None = None
+    prompt_tokens: int
+    cached_tokens: int | None = None
+    sieved: bool
+    kv_share: float
+    mass_lost: float | None = None
+    nll: float | None = None
+    kl: float | None = None
+    agreement: float | None = None
+    tags: dict[str, int | float | str] = {}
+
+    @property
+    def setting(self) -> Setting:
+        """The setting that it was made under."""
+        return Setting(self.policy, self.kv_budget)
+
+
+class ProofError(KvsieveError):
+    """A server's report does not say what it would have to say if the setting had worked."""
+
+
+def proof(completion: Completion, setting: Setting, item_id: str) -> dict[str, Any]:
+    """The fields of a record that come from the server's report.
+
+    Raises:
+        ProofError: There is no report, or it is about something else.
+    """
+    report = completion.report
+    if report is None:
+        raise ProofError(
+            f"the answer to {item_id} carries no report, so nothing shows what was kept. Is the"
+            " server one of kvsieve? `kvsieve doctor` tells about this machine's"
+        )
+    wanted = "full" if setting.is_full else "sieve"
+    if report["mode"] != wanted or report["policy"] != setting.policy:
+        raise ProofError(
+            f"{item_id} was asked for with policy {setting.policy} in mode {wanted!r}, and the"
+            f" server reports policy {report['policy']} in mode {report['mode']!r}: is the"
+            " server's mode 'sieve'? (`kvsieve mode` shows and switches it)"
+        )
+    length = report["prompt_tokens"]
+    layers, stored = report["layers"], report["stored_tokens"]
+    held = sum(count * stored[kind] for kind, count in layers.items())
+    lost = report["attention_mass_lost"]
+    return {
+        "sieved": report["sieved"],
+        "kv_share": held / (length * sum(layers.values())),
+        "mass_lost": lost["mean"] if lost else None,
+        "prompt_tokens": completion.prompt_tokens,
+        "cached_tokens": completion.cached_tokens,
+        "finish_reason": completion.finish_reason,
+    }

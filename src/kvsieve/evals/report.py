@@ -1,0 +1,271 @@
+"""The page of an evaluation: which budget to take, and what says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvsieve.evals.passages import PASSAGE_TASKS
+from kvsieve.evals.record import Record
+from kvsieve.evals.results import EvalResults, Interval, TaskResult, floor_of, quality
+from kvsieve.evals.tasks import TASKS
+from kvsieve.reports.figures import (
+    Bars,
+    Figure,
+    Mark,
+    Reference,
+    Series,
+    bar_figure,
+    heat_figure,
+    trade_off_figure,
+)
+from kvsieve.reports.page import Section, render_page
+from kvsieve.reports.table import Table
+
+
+def summary(results: EvalResults) -> list[str]:
+    """The answer in a few sentences."""
+    points = f"{100 * results.tolerance:g} points"
+    overall = [result for result in results.of("all") if result.setting != "full"]
+    sentences = []
+    if results.recommended:
+        taken = next(result for result in overall if result.setting == results.recommended)
+        sentences.append(
+            f"Take {taken.setting}: it is shown to stay within {points} of full KV"
+            f" ({_signed(taken.difference)}) and holds {100 * taken.kv_share:.0f}% of its KV"
+            f" memory after the prompt ({taken.prompt_tokens:.0f} tokens on average)."
+        )
+    elif overall:
+        best = max(overall, key=lambda result: result.difference.low if result.difference else -1)
+        sentences.append(
+            f"No setting is shown to stay within {points} of full KV; the nearest is"
+            f" {best.setting} ({_signed(best.difference)}). Larger budgets lose less, and more"
+            " examples narrow the intervals (--count)."
+        )
+    if results.beyond_the_model:
+        sentences.append(
+            "Full KV is not clearly above the floor on "
+            + ", ".join(results.beyond_the_model)
+            + ": the model cannot do them, and they are left out of what is said above."
+        )
+    idle = list(dict.fromkeys(r.setting for r in overall if r.sieved_share == 0))
+    if idle:
+        sentences.append(
+            f"{', '.join(idle)} sieved nothing: every prompt fits the budget. Take longer prompts"
+            " (--lengths) or smaller budgets."
+        )
+    if results.full_answers:
+        sentences.append(
+            f"Each policy had a server of its own; {results.full_answers - results.disagreeing} of"
+            f" {results.full_answers} answers with full KV were the same on all of them."
+        )
+    return sentences
+
+
+def _signed(interval: Interval | None) -> str:
+    assert interval is not None
+    value, low, high = (100 * part for part in (interval.value, interval.low, interval.high))
+    return f"{value:+.1f} points, 95% interval {low:+.1f} to {high:+.1f}"
+
+
+def result_table(results: Sequence[TaskResult]) -> Table:
+    """Every task under every setting."""
+    rows = []
+    for result in results:
+        difference = result.difference
+        rows.append(
+            (
+                result.task,
+                result.setting,
+                _per_cent(result.score),
+                _per_cent(difference, signed=True) if difference else None,
+                f"{100 * result.kv_share:.0f}%",
+                f"{100 * result.mass_lost:.1f}%" if result.mass_lost is not None else None,
+                f"{result.sieved_share:.0%}",
+                result.score.count,
+            )
+        )
+    return Table(
+        columns=(
+            *("task", "setting", "score, %", "against full KV, points", "KV held"),
+            *("attention lost", "requests sieved", "examples"),
+        ),
+        rows=tuple(rows),
+        caption="Scores with 95% intervals; differences are of the same examples.",
+    )
+
+
+def _per_cent(interval: Interval, signed: bool = False) -> str:
+    form = "+.1f" if signed else ".1f"
+    value, low, high = (100 * part for part in (interval.value, interval.low, interval.high))
+    return f"{value:{form}} ({low:{form}} to {high:{form}})"
+
+
+def distribution_table(results: Sequence[TaskResult]) -> Table:
+    """Perplexity and divergence of the tasks over real text."""
+    rows = tuple(
+        (
+            result.task,
+            result.setting,
+            f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
+            f"{kl.value:.4f} ({kl.low:.4f} to {kl.high:.4f})",
+        )
+        for result in results
+        if (ratio := result.perplexity_ratio) and (kl := result.kl)
+    )
+    return Table(
+        columns=("task", "setting", "perplexity, times full KV's", "KL from full KV, nats"),
+        rows=rows,
+        caption="The divergence is a lower bound, from the 20 most probable tokens. Perplexity"
+        " alone misleads: keeping only the last tokens looks good by it.",
+    )
+
+
+def trade_off(results: EvalResults) -> Figure | None:
+    """Quality against memory, for all tasks that the model can do."""
+    overall = results.of("all")
+    if not overall:
+        return None
+    full = next(result for result in overall if result.setting == "full")
+    shown = [result for result in overall if result.setting != "full"]
+    policies = list(dict.fromkeys(result.policy for result in shown))
+    series = []
+    for policy in policies:
+        points = sorted(
+            (result for result in shown if result.policy == policy),
+            key=lambda result: result.kv_share,
+        )
+        series.append(
+            Series(
+                name=policy,
+                x=[100 * point.kv_share for point in points],
+                y=[100 * point.score.value for point in points],
+                low=[100 * point.score.low for point in points],
+                high=[100 * point.score.high for point in points],
+                labels=[str(point.kv_budget) for point in points],
+            )
+        )
+    taken = next((result for result in shown if result.setting == results.recommended), None)
+    return trade_off_figure(
+        series,
+        y_label="score, % of what is asked",
+        y_range=(0.0, 104.0),
+        full=Reference(
+            "full KV", 100 * full.score.value, 100 * full.score.low, 100 * full.score.high
+        ),
+        recommended=Mark(f"take {taken.setting}", 100 * taken.kv_share, 100 * taken.score.value)
+        if taken
+        else None,
+        caption="All tasks that the model can do, examples counted equally. The labels are"
+        " budgets in tokens; prompts are of different lengths, so memory is a mean.",
+    )
+
+
+def task_bars(results: EvalResults) -> Figure:
+    """Every task under every setting, side by side."""
+    tasks = [task for task in dict.fromkeys(r.task for r in results.tasks) if task != "all"]
+    settings = list(dict.fromkeys(result.setting for result in results.tasks))
+    found = {(result.task, result.setting): result.score for result in results.tasks}
+    bars = []
+    for setting in settings:
+        scores = [found[task, setting] for task in tasks]
+        bars.append(
+            Bars(
+                name=setting,
+                values=[100 * score.value for score in scores],
+                low=[100 * score.low for score in scores],
+                high=[100 * score.high for score in scores],
+            )
+        )
+    return bar_figure(tasks, bars, value_label="score, %", value_range=(0.0, 100.0))
+
+
+def heat_maps(records: Sequence[Record]) -> Iterator[Figure]:
+    """Depth against length, for every needle task and setting that has more than one of each."""
+    tasks = dict.fromkeys(record.task for record in records if "depth" in record.tags)
+    settings = dict.fromkeys(record.setting.name for record in records)
+    for task in tasks:
+        for name in settings:
+            shown = [r for r in records if r.task == task and r.setting.name == name]
+            figure = _heat_map(task, name, [r for r in shown if "depth" in r.tags])
+            if figure:
+                yield figure
+
+
+def _heat_map(task: str, setting: str, records: Sequence[Record]) -> Figure | None:
+    cells: dict[tuple[float, int], list[float]] = {}
+    for record in records:
+        # Depths fall on a grid of tenths, so that lengths share rows.
+        depth = round(10 * float(record.tags["depth"])) / 10
+        length = int(record.tags.get("length", record.prompt_tokens))
+        cells.setdefault((depth, length), []).append(quality(record))
+    depths = sorted({depth for depth, _ in cells})
+    lengths = sorted({length for _, length in cells})
+    if len(depths) < 2:
+        return None
+    values = [
+        [
+            sum(found) / len(found) if (found := cells.get((depth, length))) else None
+            for length in lengths
+        ]
+        for depth in depths
+    ]
+    return heat_figure(
+        values,
+        row_labels=[f"{depth:.0%}" for depth in depths],
+        column_labels=[f"{length:,}" for length in lengths],
+        row_label="depth of the needle",
+        column_label="length of the prompt, tokens",
+        title=f"{task}, {setting}",
+        value_label="score",
+    )
+
+
+def task_table(results: EvalResults) -> Table:
+    """What the tasks ask."""
+    rows = []
+    for name in dict.fromkeys(result.task for result in results.tasks if result.task != "all"):
+        task = TASKS.get(name) or PASSAGE_TASKS.get(name)
+        title = task.title if task else "from a file"
+        can = "no" if name in results.beyond_the_model else "yes"
+        rows.append((name, title, f"{100 * floor_of(name):.0f}%", can))
+    return Table(
+        columns=("task", "what it asks of the cache", "floor", "full KV is clearly above it"),
+        rows=tuple(rows),
+    )
+
+
+def page(results: EvalResults) -> str:
+    """The whole page, one HTML file."""
+    overview = trade_off(results)
+    run = results.run
+    template = "the model's chat template" if run["prompts"]["chat"] else "no chat template"
+    sections = [
+        Section(
+            "Which budget?",
+            f"{run['model']}, {template}, greedy. Every example was asked with full KV and under"
+            " every setting, by the same server over the same API.",
+            figures=(overview,) if overview else (),
+            tables=(result_table(results.of("all")),) if overview else (),
+        ),
+        Section(
+            "Task by task",
+            figures=(task_bars(results),),
+            tables=(
+                result_table([result for result in results.tasks if result.task != "all"]),
+                task_table(results),
+            ),
+        ),
+    ]
+    distributions = distribution_table(results.tasks)
+    if distributions.rows:
+        sections.append(Section("The distribution itself", tables=(distributions,)))
+    maps = tuple(heat_maps(results.records))
+    if maps:
+        sections.append(Section("Where in the prompt", figures=maps))
+    provenance = {**results.provenance, "run": run}
+    return render_page(
+        f"Evaluation of {run['model']}",
+        summary=summary(results),
+        sections=sections,
+        provenance=provenance,
+    )

@@ -1,0 +1,84 @@
+"""Many-shot classification: labels whose meaning only the examples tell.
+
+Each example in the prompt names a thing and gives it an invented label, which stands for a kind
+of things. What is asked occurs in no example, so the kind has to be recognised.
+"""
+
+from __future__ import annotations
+
+import random
+
+from kvsieve.evals.example import Example
+from kvsieve.evals.tasks.fit import Build, fit
+from kvsieve.evals.tasks.task import CountTokens, Task
+
+_ANIMALS = """
+dog cat horse cow sheep goat pig rabbit mouse lion tiger bear wolf fox deer monkey elephant giraffe
+zebra camel kangaroo squirrel donkey hamster
+"""
+
+_FOOD = """
+bread cheese butter soup rice pasta pizza salad cake cookie sandwich omelet pancake sausage potato
+tomato carrot onion banana apple orange cherry yogurt noodles
+"""
+
+_CLOTHES = """
+shirt trousers jacket coat hat scarf glove sock shoe boot sweater skirt dress belt tie vest blouse
+jeans shorts sandal slipper cap hoodie mitten
+"""
+
+_COUNTRIES = """
+France Germany Spain Italy Portugal Sweden Norway Denmark Poland Greece Turkey Egypt Kenya India
+China Japan Brazil Chile Peru Mexico Canada Austria Hungary Ireland
+"""
+
+KINDS = tuple(tuple(words.split()) for words in (_ANIMALS, _FOOD, _CLOTHES, _COUNTRIES))
+
+LABELS = ("blick", "dax", "fep", "gorp", "modi", "nurb", "toma", "wug", "zib")
+"""Words that mean nothing."""
+
+
+def generate(count_tokens: CountTokens, length: int, count: int, seed: int) -> list[Example]:
+    """See `kvsieve.evals.tasks.task.Generate`."""
+    builds = [_build(length, index, seed) for index in range(count)]
+    return fit(FEW_SHOT.name, builds, count_tokens, length)
+
+
+def _build(length: int, index: int, seed: int) -> Build:
+    source = f"few_shot/{length}/{seed}/{index}"
+    rng = random.Random(source)
+    labels = rng.sample(LABELS, len(KINDS))
+    # Kinds are asked in turn: answering one label always is right in 1 of 4.
+    asked_kind = index % len(KINDS)
+    asked = rng.choice(KINDS[asked_kind])
+
+    def build(units: int) -> Example:
+        order = random.Random(f"{source}/order")
+        lines: list[str] = []
+        while len(lines) < units:
+            kinds = list(range(len(KINDS)))
+            order.shuffle(kinds)
+            for kind in kinds:
+                thing = order.choice([word for word in KINDS[kind] if word != asked])
+                lines.append(f"{thing}: {labels[kind]}")
+        listed = "\n".join(lines[:units])
+        return Example(
+            example_id=f"few_shot/{length}/{index}",
+            task="few_shot",
+            context=f"Each thing has a label that tells its kind.\n\n{listed}",
+            question="Which label does the next thing have?",
+            references=(labels[asked_kind],),
+            scorer="prefix_choice",
+            max_tokens=8,
+            answer_prefix=f"{asked}:",
+            stop=("\n",),
+            choices=tuple(labels),
+            tags={"length": length},
+        )
+
+    return build
+
+
+FEW_SHOT = Task(
+    "few_shot", "classify by labels that only the examples explain", generate, 1 / len(KINDS)
+)

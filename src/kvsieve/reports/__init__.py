@@ -1,0 +1,1 @@
+"""Reports: figures, pages and provenance, for every command that measures."""
