@@ -9,7 +9,7 @@ READY := .venv/.ready-$(EXTRA)
 BROWSER := .venv/.browser
 BIN := .venv/bin
 # A folder that a checkout lacks is not an error; one that is there is always run.
-TESTS := $(wildcard tests/unit tests/engine)
+TESTS := $(wildcard tests/unit tests/engine tests/quality)
 
 # vLLM's sampler uses torch.compile in eager mode too, and that needs a C++ compiler.
 ifeq ($(shell command -v $${CXX:-g++}),)
@@ -17,7 +17,7 @@ export TORCHDYNAMO_DISABLE := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint bench clean
+.PHONY: help setup demo test test-long quality lint bench clean
 
 help: ## list the verbs
 	@echo "usage: make VERB [EXTRA=cpu|gpu] [PYTHON=python3] [ARGS=...]"
@@ -36,6 +36,9 @@ test: $(READY) $(BROWSER) ## run the unit and engine tests, without the long one
 test-long: $(READY) $(BROWSER) ## run every test, the long ones too
 	@echo "==> every test"
 	@$(BIN)/python -m pytest tests $(ARGS)
+
+quality: $(READY) ## hold answers of the real model to committed bounds
+	@$(BIN)/python -m pytest tests/quality $(ARGS)
 
 lint: $(READY) ## check style, formatting, types and the import rule
 	@failed=; check() { echo "==> $$*"; "$$@" || failed=yes; }; \

@@ -234,6 +234,7 @@ def kill_during_requests(server: Server, model: str, title: str) -> Death:
         thread.start()
     assert begun.wait(120)
     children = psutil.Process(server._process.pid).children(recursive=True)
+    assert all(thread.is_alive() for thread in threads), f"answered already: {death}"
     os.kill(processes(server)[title].pid, signal.SIGKILL)
     for thread in threads:
         thread.join()

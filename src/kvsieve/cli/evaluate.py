@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as ConsoleTable
 
 from kvsieve.cli import options
@@ -109,29 +110,31 @@ def evaluate(
     server is taken from OPENAI_API_KEY.
     """
     if compare is not None:
+        _check_nothing_else(context)
         _compare(*compare, out)
         return
     if model is None:
         raise typer.BadParameter("give a MODEL, or two files to --compare")
-    options.check_model(model)
     from kvsieve.evals.session import Endpoint, Session, evaluate
     from kvsieve.evals.settings import parse_settings
     from kvsieve.evals.workload import Wanted, check_wanted
 
     sieve = options.given_settings(context)
+    reasons: list[str] = []
     wanted = Wanted(
         tasks=() if tasks == "none" else tuple(_split(tasks)),
         data=tuple(data or ()),
-        lengths=_whole_numbers(lengths),
+        lengths=_whole_numbers(lengths, reasons),
         count=count,
         seed=seed,
         text=text,
         max_prompt_tokens=max_prompt_tokens,
         max_answer_tokens=max_answer_tokens,
     )
-    reasons = check_wanted(wanted)
+    reasons += check_wanted(wanted)
     settings = []
     for check in (
+        lambda: options.check_model(model),
         lambda: SieveConfig.parse(sieve),
         lambda: settings.extend(parse_settings(_split(policies), _split(budgets))),
     ):
@@ -142,9 +145,15 @@ def evaluate(
     if base_url is not None:
         if len({setting.policy for setting in settings}) > 1:
             reasons.append("a running server has one policy: give its name alone to --policies")
-        if sieve or context.args:
-            given = [*sieve, *context.args]
-            reasons.append(f"a running server has its settings already: leave out {given[0]}")
+        given = [f"--{name.replace('_', '-')}" for name in sieve] + _flags(context.args)
+        if given:
+            reasons.append(
+                f"a running server has its settings already: leave out {', '.join(given)}"
+            )
+    else:
+        reasons += _misdirected(context.args)
+        if served_model_name is not None:
+            reasons.append("--served-model-name is for a running server: give --base-url too")
     if reasons:
         raise ConfigError(reasons)
     session = Session(
@@ -167,18 +176,55 @@ def evaluate(
     _show(results, out)
 
 
+_MISDIRECTED = {
+    "--policy": "the policies to compare are given to --policies",
+    "--budget": "the budgets to compare are given to --budgets",
+    "--mode": "the servers of an evaluation sieve",
+    "--tokenizer": "prompts and answers are in the tokens of MODEL's own",
+    "--additional-config": "give the sieve's settings as options",
+    **dict.fromkeys(
+        ("--host", "--port", "--uds", "--api-key", "--model"),
+        "an evaluation starts and addresses its servers itself; a running one is given to"
+        " --base-url",
+    ),
+}
+"""What `kvsieve serve` would take, and what is to be done instead."""
+
+
+def _flags(arguments: list[str]) -> list[str]:
+    """The names of the options among what is passed on; values without one as they are."""
+    named = [part.split("=")[0] for part in arguments if part.startswith("-")]
+    return named or arguments
+
+
+def _misdirected(arguments: list[str]) -> list[str]:
+    named = [flag.replace("_", "-") for flag in _flags(arguments)]
+    return [f"{flag}: {_MISDIRECTED[flag]}" for flag in named if flag in _MISDIRECTED]
+
+
+def _check_nothing_else(context: typer.Context) -> None:
+    """A comparison runs nothing, so what says how to run would be ignored."""
+    given = _flags(context.args) + [
+        "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+        for name in context.params
+        if name not in ("compare", "out")
+        # By its name: Typer brings a click of its own, or uses the installed one.
+        and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise ConfigError([f"--compare runs nothing: leave out {', '.join(given)}"])
+
+
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in _split(text))
-    except ValueError:
-        numbers = (0,)
-    if any(number < 1 for number in numbers):
-        raise typer.BadParameter(f"--lengths must be whole numbers above 0 (given: {text!r})")
-    return numbers
+def _whole_numbers(text: str, reasons: list[str]) -> tuple[int, ...]:
+    parts = _split(text)
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        reasons.append(f"--lengths must be whole numbers above 0 (given: {text!r})")
+        return (1,)
+    return tuple(map(int, parts))
 
 
 def _show(results: Any, out: Path) -> None:
@@ -190,10 +236,10 @@ def _show(results: Any, out: Path) -> None:
         if table.rows:
             _print(console, table)
     for sentence in summary(results):
-        console.print(sentence, highlight=False, soft_wrap=True)
+        _say(console, sentence)
     html, json_file = out / "report.html", out / "results.json"
     write_report(html, json_file, page=page(results), data=results.model_dump())
-    Console(stderr=True).print(f"{html}, {json_file}", highlight=False, soft_wrap=True)
+    _say(Console(stderr=True), f"{html}, {json_file}")
 
 
 def _compare(before_path: Path, after_path: Path, out: Path) -> None:
@@ -211,12 +257,15 @@ def _compare(before_path: Path, after_path: Path, out: Path) -> None:
     console = _console()
     _print(console, comparison_table(comparison))
     for sentence in verdict(comparison):
-        console.print(sentence, highlight=False, soft_wrap=True)
-    out.mkdir(parents=True, exist_ok=True)
+        _say(console, sentence)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"cannot write in {out}: {error.strerror}"]) from None
     html, json_file = out / "comparison.html", out / "comparison.json"
     page = comparison_page(comparison, before, after)
     write_report(html, json_file, page=page, data=comparison.model_dump())
-    Console(stderr=True).print(f"{html}, {json_file}", highlight=False, soft_wrap=True)
+    _say(Console(stderr=True), f"{html}, {json_file}")
 
 
 def _console() -> Console:
@@ -224,8 +273,13 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=160)
 
 
+def _say(console: Console, sentence: str) -> None:
+    """Print a sentence as it is: brackets in names are no markup."""
+    console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+
+
 def _print(console: Console, table: Any) -> None:
     shown = ConsoleTable(*table.columns, title=table.caption, title_justify="left")
     for row in table.rows:
-        shown.add_row(*("" if cell is None else str(cell) for cell in row))
+        shown.add_row(*("" if cell is None else escape(str(cell)) for cell in row))
     console.print(shown)

@@ -14,8 +14,15 @@ from kvsieve.evals.statistics import paired_difference
 from kvsieve.reports.page import Section, render_page
 from kvsieve.reports.table import Table
 
-_MATTERS = ("model", "prompts", "seed", "text_sha256", "sieve")
+_MATTERS = (
+    *("model", "model_files", "prompts", "seed", "text_sha256", "sieve", "flags", "endpoint"),
+    *("max_prompt_tokens", "max_answer_tokens"),
+)
 """Fields of a run that decide whether scores mean the same."""
+
+
+_MANY = 20
+"""With so many 95% intervals one is expected to miss."""
 
 
 class Change(BaseModel):
@@ -26,7 +33,8 @@ class Change(BaseModel):
         setting: The setting.
         before: Score of the first.
         after: Score of the second.
-        change: Second less first, over the examples that both have; None if there are none.
+        change: Second less first, over the examples that both asked, which are those with
+            the same text; None if there are none.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -60,7 +68,7 @@ def load_results(path: Path) -> EvalResults:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([f"cannot read {path}: {error}"]) from None
     kind = content.get("kind") if isinstance(content, dict) else None
     if kind != "eval":
@@ -106,37 +114,47 @@ def compare_results(before: EvalResults, after: EvalResults, seed: int = 0) -> C
 def _paired(
     before: EvalResults, after: EvalResults, task: str, setting: str, seed: int
 ) -> Interval | None:
-    scores: list[dict[str, float]] = []
+    scores: list[dict[tuple[str, str], float]] = []
     for results in (before, after):
         beyond = results.beyond_the_model
-        scores.append(
-            {
-                record.item_id: quality(record)
-                for record in results.records
-                if record.setting.name == setting
-                and (record.task not in beyond if task == "all" else record.task == task)
-            }
-        )
-    common = [item_id for item_id in scores[0] if item_id in scores[1]]
+        found: dict[tuple[str, str], float] = {}
+        for record in results.records:
+            is_in = record.task not in beyond if task == "all" else record.task == task
+            if is_in and record.setting.name == setting:
+                # Full KV was asked on the server of every policy: the first one's counts.
+                found.setdefault((record.item_id, record.item_sha256), quality(record))
+        scores.append(found)
+    common = [item for item in scores[0] if item in scores[1]]
     if not common:
         return None
-    first, second = ([each[item_id] for item_id in common] for each in scores)
+    first, second = ([each[item] for item in common] for each in scores)
     return Interval.of(paired_difference(second, first, seed))
 
 
 def _differing(before: EvalResults, after: EvalResults) -> list[str]:
-    pairs: list[tuple[str, Any, Any]] = [
-        (name, before.run.get(name), after.run.get(name)) for name in _MATTERS
-    ]
-    for name in ("commit", "source_sha256", "versions"):
-        pairs.append((name, before.provenance.get(name), after.provenance.get(name)))
-    machines = [one.provenance.get("machine", {}).get("cpu") for one in (before, after)]
-    pairs.append(("machine", *machines))
+    earlier, later = _facts(before), _facts(after)
     return [
-        f"{name}: {_short(one)} before, {_short(two)} after"
-        for name, one, two in pairs
-        if one != two
+        f"{name}: {_short(earlier.get(name))} before, {_short(later.get(name))} after"
+        for name in dict.fromkeys((*earlier, *later))
+        if earlier.get(name) != later.get(name)
     ]
+
+
+def _facts(results: EvalResults) -> dict[str, Any]:
+    """What decides about a run's scores, by name; of objects each value by itself."""
+    run, birth = results.run, results.provenance
+    machine = birth.get("machine")
+    facts = {name: run.get(name) for name in _MATTERS}
+    facts |= {name: birth.get(name) for name in ("commit", "source_sha256", "versions")}
+    facts["machine"] = (
+        {name: machine.get(name) for name in ("cpu", "gpus")} if isinstance(machine, dict) else None
+    )
+    facts["tasks beyond the model"] = results.beyond_the_model
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        flat |= {f"{name} {key}".strip(): each for key, each in inner}
+    return flat
 
 
 def _short(value: Any) -> str:
@@ -180,7 +198,22 @@ def verdict(comparison: Comparison) -> list[str]:
         for what, found in (("Clearly worse", worse), ("Clearly better", better))
         if found
     ]
-    if not sentences:
+    if sentences and len(comparison.changes) >= _MANY:
+        by_chance = 0.05 * len(comparison.changes)
+        sentences.append(
+            f"Of {len(comparison.changes)} comparisons about {by_chance:.0f} would look like that"
+            " by chance."
+        )
+    alone = [c for c in comparison.changes if c.change is None]
+    if len(alone) == len(comparison.changes):
+        sentences.append(
+            "Nothing can be said: the two evaluations have no example in common. They share their"
+            " examples if tasks, lengths, files and --seed are the same."
+        )
+    elif alone:
+        names = ", ".join(f"{c.task} with {c.setting}" for c in alone)
+        sentences.append(f"Without an example in common, and not compared: {names}.")
+    if not worse and not better and len(alone) < len(comparison.changes):
         sentences.append("Nothing changed beyond what chance explains.")
     if comparison.differing:
         sentences.append("The runs differ in: " + "; ".join(comparison.differing) + ".")
@@ -194,7 +227,7 @@ def comparison_page(comparison: Comparison, before: EvalResults, after: EvalResu
         text = "Only one of the two has: " + "; ".join(comparison.only_in_one) + "."
         sections.append(Section("Not compared", text))
     return render_page(
-        f"Two evaluations of {after.run['model']}",
+        f"Two evaluations of {Path(str(after.run.get('model', 'a model'))).name}",
         summary=verdict(comparison),
         sections=sections,
         provenance={**after.provenance, "before": before.provenance},

@@ -11,6 +11,11 @@ from kvsieve.serving.client import TokenLogprobs
 TOP = 20
 """Most probable tokens that are asked for; vLLM's default for `max_logprobs`."""
 
+_VLLMS_MINUS_INFINITY = -9999.0
+"""What vLLM's API says instead of minus infinity, which JSON cannot carry."""
+
+_ROUNDING = 1e-3
+
 
 @dataclass(frozen=True)
 class Fidelity:
@@ -44,6 +49,18 @@ def compare(full: Sequence[TokenLogprobs], other: Sequence[TokenLogprobs]) -> Fi
         kl=sum(kl(p.top, q.top) for p, q in zip(full, other, strict=True)) / count,
         agreement=sum(best(p) == best(q) for p, q in zip(full, other, strict=True)) / count,
         accuracy=sum(best(step) == step.token_id for step in other) / count,
+    )
+
+
+def is_the_models_own(step: TokenLogprobs) -> bool:
+    """Whether these are the log-probabilities of the model's distribution, whole.
+
+    With another `logprobs_mode` than vLLM's default the server reports scores that are no
+    log-probabilities, or what the forcing has made of them: nothing but the forced token.
+    """
+    values = step.top.values()
+    return max(values) <= _ROUNDING < sum(map(math.exp, values)) <= 1 + _ROUNDING and (
+        len(values) == 1 or min(values) > _VLLMS_MINUS_INFINITY
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 from kvsieve.evals.example import Example
 
@@ -35,3 +38,13 @@ class Item:
     def length(self) -> int:
         """Positions that the request needs at most."""
         return len(self.prompt_ids) + len(self.forced_ids) + self.max_tokens
+
+    @cached_property
+    def sha256(self) -> str:
+        """What is asked and how it is judged, as a hash: the id alone does not say.
+
+        Another seed or another file may give a different question the same id. Of an example
+        the text counts and not its tokens, so that two tokenizers can be compared on it.
+        """
+        content = asdict(self.example) if self.example else (self.prompt_ids, self.forced_ids)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

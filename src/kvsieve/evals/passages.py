@@ -62,7 +62,13 @@ def read_text(path: Path | None) -> str:
 
 
 def passage_items(
-    task: PassageTask, text_ids: Sequence[int], *, length: int, count: int, seed: int
+    task: PassageTask,
+    text_ids: Sequence[int],
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    beginning: Sequence[int] = (),
 ) -> list[Item]:
     """Prompts of exactly `length` tokens with the continuation that is forced.
 
@@ -72,34 +78,44 @@ def passage_items(
         length: Length of a prompt.
         count: Number of prompts; continuations do not overlap.
         seed: Where in the text they lie.
+        beginning: Tokens that every prompt begins with, such as BOS; part of its length.
 
     Raises:
         ConfigError: The text is too short for so many prompts of this length.
     """
     make = _continuation if task is FIDELITY else _repetition
     judged = CONTINUATION if task is FIDELITY else PASSAGE
-    last = len(text_ids) - judged - (length if task is FIDELITY else 0)
-    if length < judged + PASSAGE or last < 0 or count > 1 + last // judged:
-        least = length + count * CONTINUATION if task is FIDELITY else count * PASSAGE
-        raise ConfigError(
-            [
-                f"{count} prompts of {length} tokens for task {task.name} need prompts of at least"
-                f" {judged + PASSAGE} tokens and a text of at least {max(least, length)}, and the"
-                f" text has {len(text_ids)}: give a longer one (--text), fewer prompts (--count)"
-                " or other lengths (--lengths)"
-            ]
+    shortest = judged + PASSAGE + len(beginning)
+    room = length - len(beginning)
+    # A gap that is longer than the text would repeat it.
+    needed = room + count * CONTINUATION if task is FIDELITY else max(count * PASSAGE, room)
+    reasons = []
+    if length < shortest:
+        reasons.append(
+            f"task {task.name} needs prompts of at least {shortest} tokens (--lengths), given:"
+            f" {length}"
         )
-    # Evenly spread with a seeded shift: as far from one another as the text allows.
-    step = last / count if count > 1 else 0.0
+    if len(text_ids) < needed:
+        reasons.append(
+            f"{count} prompts of {length} tokens for task {task.name} need a text of {needed}"
+            f" tokens, and it has {len(text_ids)}: give a longer one (--text), fewer prompts"
+            " (--count) or shorter ones (--lengths)"
+        )
+    if reasons:
+        raise ConfigError(reasons)
+    last = len(text_ids) - judged - (room if task is FIDELITY else 0)
+    # Evenly spread with a seeded shift: as far from one another as the text allows, and at
+    # least so far that no two overlap.
+    step = max(last / count, judged) if count > 1 else 0.0
     shift = random.Random(f"{task.name}/{length}/{seed}").random() * (last - step * (count - 1))
     items = []
     for index in range(count):
-        prompt, forced = make(text_ids, int(shift + step * index), length)
+        prompt, forced = make(text_ids, int(shift + step * index), room)
         items.append(
             Item(
                 item_id=f"{task.name}/{length}/{seed}/{index}",
                 task=task.name,
-                prompt_ids=tuple(prompt),
+                prompt_ids=(*beginning, *prompt),
                 forced_ids=tuple(forced),
                 tags={"length": length},
             )

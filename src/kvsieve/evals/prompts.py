@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
+
 from kvsieve.core.errors import ConfigError
 from kvsieve.evals.example import Example
 from kvsieve.evals.item import Item
@@ -30,12 +32,17 @@ class PromptMaker:
 
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+        # Damaged files raise whatever the library that reads them raises.
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError([f"no tokenizer can be read from {model}: {reason}"]) from None
         if chat and not self.tokenizer.chat_template:
             raise ConfigError([f"{model} has no chat template: leave out --chat"])
+        self.model = model
         self.chat = chat
+        self.beginning = self._beginning()
+        """Tokens that every text for the model begins with, such as BOS; often none."""
+        self._takes_system = chat and self._has_system_role()
 
     def count_tokens(self, text: str) -> int:
         """Length of a text, without the tokens that mark its beginning or end."""
@@ -101,14 +108,38 @@ class PromptMaker:
             text = "\n\n".join(part for part in parts if part)
             # RULER's prefixes bring the space that they want before them.
             gap = "" if not prefix or prefix[0].isspace() else "\n"
-            return list(self.tokenizer.encode(f"{text}{gap}{prefix}"))
-        messages = [{"role": "system", "content": example.system}] if example.system else []
-        asked = "\n\n".join(part for part in (context, example.question) if part)
+            return [*self.beginning, *self.encode(f"{text}{gap}{prefix}")]
+        parts = [context, example.question]
+        messages = []
+        if example.system and self._takes_system:
+            messages.append({"role": "system", "content": example.system})
+        elif example.system:
+            parts.insert(0, example.system)
+        asked = "\n\n".join(part for part in parts if part)
         messages.append({"role": "user", "content": asked})
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+        return self.encode(self._templated(messages) + prefix)
+
+    def _templated(self, messages: list[dict[str, str]]) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         )
-        return self.encode(str(text) + prefix)
+
+    def _beginning(self) -> tuple[int, ...]:
+        # Not `encode` with special tokens: some tokenizers end a text too, and what is to be
+        # continued must not be ended.
+        whole, plain = list(self.tokenizer.encode("a")), self.encode("a")
+        starts = range(len(whole) - len(plain) + 1)
+        at = next((at for at in starts if whole[at : at + len(plain)] == plain), 0)
+        return tuple(whole[:at])
+
+    def _has_system_role(self) -> bool:
+        """Whether the template shows a system message: some refuse it, some drop it."""
+        mark = "Answer in kind."
+        user = {"role": "user", "content": "Hello."}
+        try:
+            return mark in self._templated([{"role": "system", "content": mark}, user])
+        except jinja2.TemplateError:
+            return False
 
     def provenance(self) -> dict[str, Any]:
         """The template and the tokens that end an answer, for the record of a run."""
@@ -119,6 +150,19 @@ class PromptMaker:
             "template_sha256": hashlib.sha256(str(template).encode()).hexdigest(),
             "tokenizer": type(self.tokenizer).__name__,
             "vocab_size": len(self.tokenizer),
-            "bos_token_id": self.tokenizer.bos_token_id,
-            "eos_token_id": self.tokenizer.eos_token_id,
+            "beginning": list(self.beginning),
+            "system_role": self._takes_system,
+            "eos_token_ids": self._eos_token_ids(),
         }
+
+    def _eos_token_ids(self) -> list[int]:
+        """Tokens that end an answer: the tokenizer's, and what generation_config.json adds."""
+        from transformers import GenerationConfig
+
+        try:
+            found = GenerationConfig.from_pretrained(self.model).eos_token_id
+        except (OSError, ValueError):
+            found = None
+        listed = found if isinstance(found, list) else [found]
+        ids = [self.tokenizer.eos_token_id, *listed]
+        return sorted({token for token in ids if token is not None})

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from kvsieve.core.errors import KvsieveError
+from kvsieve.evals.item import Item
 from kvsieve.evals.settings import Setting
 from kvsieve.serving.client import Completion
 
@@ -16,6 +17,7 @@ class Record(BaseModel):
 
     Attributes:
         item_id: The item.
+        item_sha256: What was asked and how it was judged, see `Item.sha256`.
         task: Its task.
         policy: Policy of the server that answered.
         kv_budget: The setting's budget: tokens, a share, or "full".
@@ -37,6 +39,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     item_id: str
+    item_sha256: str
     task: str
     policy: str
     kv_budget: int | str
@@ -60,36 +63,63 @@ class Record(BaseModel):
 
 
 class ProofError(KvsieveError):
-    """A server's report does not say what it would have to say if the setting had worked."""
+    """A server's answer does not show what it would have to show if the setting had worked."""
 
 
-def proof(completion: Completion, setting: Setting, item_id: str) -> dict[str, Any]:
+def proof(completion: Completion, setting: Setting, item: Item) -> dict[str, Any]:
     """The fields of a record that come from the server's report.
 
     Raises:
-        ProofError: There is no report, or it is about something else.
+        ProofError: There is no report, it is about something else, or the model did not say
+            what it was made to say.
     """
-    report = completion.report
+    report, item_id = completion.report, item.item_id
     if report is None:
         raise ProofError(
             f"the answer to {item_id} carries no report, so nothing shows what was kept. Is the"
             " server one of kvsieve? `kvsieve doctor` tells about this machine's"
         )
     wanted = "full" if setting.is_full else "sieve"
-    if report["mode"] != wanted or report["policy"] != setting.policy:
+    try:
+        mode, policy, budget = report["mode"], report["policy"], report["budget"]
+        length, layers, stored = report["prompt_tokens"], report["layers"], report["stored_tokens"]
+        held = sum(count * stored[kind] for kind, count in layers.items())
+        kv_share = held / (length * sum(layers.values()))
+        lost = report["attention_mass_lost"]
+        facts = {"sieved": report["sieved"], "mass_lost": lost["mean"] if lost else None}
+    except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ProofError(
-            f"{item_id} was asked for with policy {setting.policy} in mode {wanted!r}, and the"
-            f" server reports policy {report['policy']} in mode {report['mode']!r}: is the"
-            " server's mode 'sieve'? (`kvsieve mode` shows and switches it)"
+            f"the report on {item_id} is not one of this version of kvsieve"
+            f" ({type(error).__name__}: {error}): is the server another version?"
+        ) from None
+    if policy != setting.policy:
+        raise ProofError(
+            f"{item_id} was asked for with policy {setting.policy}, and the server's is {policy}:"
+            f" give --policies {policy}, or start a server with that policy"
         )
-    length = report["prompt_tokens"]
-    layers, stored = report["layers"], report["stored_tokens"]
-    held = sum(count * stored[kind] for kind, count in layers.items())
-    lost = report["attention_mass_lost"]
+    if mode != wanted:
+        raise ProofError(
+            f"{item_id} was asked for in mode {wanted!r}, and the server reports mode {mode!r}: is"
+            " the server's mode 'sieve'? (`kvsieve mode` shows and switches it)"
+        )
+    if isinstance(setting.kv_budget, int) and budget != setting.kv_budget:
+        raise ProofError(
+            f"{item_id} was asked for with a budget of {setting.kv_budget} tokens, and the server"
+            f" reports one of {budget}"
+        )
+    if length != len(item.prompt_ids) or completion.prompt_tokens != length:
+        raise ProofError(
+            f"{item_id} has {len(item.prompt_ids)} tokens; the server read"
+            f" {completion.prompt_tokens} and reports on {length}"
+        )
+    if completion.token_ids[: len(item.forced_ids)] != item.forced_ids:
+        raise ProofError(
+            f"the server did not make the model say what {item_id} wants: is its setting"
+            " forced_tokens on, and does nothing in between drop token_ids from its answers?"
+        )
     return {
-        "sieved": report["sieved"],
-        "kv_share": held / (length * sum(layers.values())),
-        "mass_lost": lost["mean"] if lost else None,
+        **facts,
+        "kv_share": kv_share,
         "prompt_tokens": completion.prompt_tokens,
         "cached_tokens": completion.cached_tokens,
         "finish_reason": completion.finish_reason,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from kvsieve.evals.passages import PASSAGE_TASKS
 from kvsieve.evals.record import Record
-from kvsieve.evals.results import EvalResults, Interval, TaskResult, floor_of, quality
+from kvsieve.evals.results import EvalResults, Interval, TaskResult, quality
 from kvsieve.evals.tasks import TASKS
 from kvsieve.reports.figures import (
     Bars,
@@ -34,8 +35,9 @@ def summary(results: EvalResults) -> list[str]:
             f" ({_signed(taken.difference)}) and holds {100 * taken.kv_share:.0f}% of its KV"
             f" memory after the prompt ({taken.prompt_tokens:.0f} tokens on average)."
         )
-    elif overall:
-        best = max(overall, key=lambda result: result.difference.low if result.difference else -1)
+        sentences += _reservations(results, taken)
+    elif active := [result for result in overall if result.sieved_share > 0]:
+        best = max(active, key=lambda result: result.difference.low if result.difference else -1)
         sentences.append(
             f"No setting is shown to stay within {points} of full KV; the nearest is"
             f" {best.setting} ({_signed(best.difference)}). Larger budgets lose less, and more"
@@ -45,18 +47,51 @@ def summary(results: EvalResults) -> list[str]:
         sentences.append(
             "Full KV is not clearly above the floor on "
             + ", ".join(results.beyond_the_model)
-            + ": the model cannot do them, and they are left out of what is said above."
+            + ": the model cannot do them, or the examples are too few (--count). They are left"
+            " out of what is said of all tasks."
         )
+    if not overall:
+        sentences.append("No task is left to judge a setting by.")
     idle = list(dict.fromkeys(r.setting for r in overall if r.sieved_share == 0))
     if idle:
         sentences.append(
             f"{', '.join(idle)} sieved nothing: every prompt fits the budget. Take longer prompts"
             " (--lengths) or smaller budgets."
         )
+    if cut := sum(r.setting.is_full and "truncated" in r.tags for r in results.records):
+        policies = len({record.policy for record in results.records})
+        sentences.append(
+            f"{cut // policies} prompts from files lost the middle of their context, because they"
+            " were longer than --max-prompt-tokens."
+        )
     if results.full_answers:
         sentences.append(
             f"Each policy had a server of its own; {results.full_answers - results.disagreeing} of"
             f" {results.full_answers} answers with full KV were the same on all of them."
+        )
+    return sentences
+
+
+def _reservations(results: EvalResults, taken: TaskResult) -> list[str]:
+    """What the mean over all tasks hides of a setting."""
+    sentences = []
+    own = [
+        (result.difference.value, result)
+        for result in results.tasks
+        if result.setting == taken.setting
+        and result.difference is not None
+        and result.task not in ("all", *results.beyond_the_model)
+    ]
+    worst, result = min(own, key=lambda pair: pair[0])
+    if worst < 0 and len(own) > 1:
+        sentences.append(
+            f"That is the mean over {len(own)} tasks; its largest loss is on {result.task}:"
+            f" {_signed(result.difference)}."
+        )
+    if taken.sieved_share < 1:
+        sentences.append(
+            f"{1 - taken.sieved_share:.0%} of its requests fit the budget and were not sieved;"
+            " prompts that are all longer than it may lose more."
         )
     return sentences
 
@@ -156,7 +191,7 @@ def trade_off(results: EvalResults) -> Figure | None:
         if taken
         else None,
         caption="All tasks that the model can do, examples counted equally. The labels are"
-        " budgets in tokens; prompts are of different lengths, so memory is a mean.",
+        " budgets; prompts are of different lengths, so memory is a mean.",
     )
 
 
@@ -227,10 +262,15 @@ def task_table(results: EvalResults) -> Table:
         task = TASKS.get(name) or PASSAGE_TASKS.get(name)
         title = task.title if task else "from a file"
         can = "no" if name in results.beyond_the_model else "yes"
-        rows.append((name, title, f"{100 * floor_of(name):.0f}%", can))
+        floor = results.floors.get(name)
+        # Continuations are judged by agreement, which full KV has by definition.
+        shown = None if floor is None else f"{100 * floor:.0f}%"
+        rows.append((name, title, shown, can))
     return Table(
         columns=("task", "what it asks of the cache", "floor", "full KV is clearly above it"),
         rows=tuple(rows),
+        caption="The floor is what an answer scores that has not read the context: by chance, or"
+        " on a text's next token as full KV guesses it where it has not read the text before.",
     )
 
 
@@ -243,7 +283,7 @@ def page(results: EvalResults) -> str:
         Section(
             "Which budget?",
             f"{run['model']}, {template}, greedy. Every example was asked with full KV and under"
-            " every setting, by the same server over the same API.",
+            " every setting of a policy by one server, over the same API.",
             figures=(overview,) if overview else (),
             tables=(result_table(results.of("all")),) if overview else (),
         ),
@@ -264,7 +304,7 @@ def page(results: EvalResults) -> str:
         sections.append(Section("Where in the prompt", figures=maps))
     provenance = {**results.provenance, "run": run}
     return render_page(
-        f"Evaluation of {run['model']}",
+        f"Evaluation of {Path(run['model']).name}",
         summary=summary(results),
         sections=sections,
         provenance=provenance,

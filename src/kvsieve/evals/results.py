@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from kvsieve.evals.passages import FIDELITY, PASSAGE_TASKS
+from kvsieve.evals.passages import FIDELITY, PASSAGE_TASKS, RECALL
 from kvsieve.evals.record import Record
 from kvsieve.evals.settings import Setting
 from kvsieve.evals.statistics import Estimate, mean, paired_difference, paired_ratio
-from kvsieve.evals.tasks import TASKS
 
 SCHEMA = 1
 """Version of the results file."""
@@ -84,6 +83,7 @@ class EvalResults(BaseModel):
         provenance: Versions, commit, command, machine.
         run: Model, template, seed, tasks, lengths and settings as asked for.
         tolerance: Loss of score that the user can live with.
+        floors: Score by task of an answer that has not read the context, where it is known.
         tasks: Results by task and setting, full KV first.
         beyond_the_model: Tasks where full KV is not clearly above the floor: no sieve can
             be judged by them, and they are left out of "all".
@@ -98,6 +98,7 @@ class EvalResults(BaseModel):
     provenance: dict[str, Any]
     run: dict[str, Any]
     tolerance: float
+    floors: dict[str, float]
     tasks: list[TaskResult]
     beyond_the_model: list[str]
     disagreeing: int
@@ -118,17 +119,13 @@ def quality(record: Record) -> float:
     return record.score
 
 
-def floor_of(task: str) -> float:
-    """Score of an answer that has not read the context."""
-    return TASKS[task].floor if task in TASKS else 0.0
-
-
 def summarise(
     records: Sequence[Record],
     *,
     provenance: dict[str, Any],
     run: dict[str, Any],
     tolerance: float,
+    floors: Mapping[str, float],
     seed: int,
 ) -> EvalResults:
     """Results of complete records: every item under every setting.
@@ -138,17 +135,21 @@ def summarise(
         provenance: See `EvalResults`.
         run: See `EvalResults`.
         tolerance: Loss of score that the user can live with.
+        floors: Score by task of an answer that has not read the context; 0 where it lacks.
         seed: Of the intervals.
     """
     tables = _Tables(records, seed)
     names = list(dict.fromkeys(record.task for record in records))
+    known = {name: floors[name] for name in names if name in floors}
+    if RECALL.name in names and (guessed := tables.unseen_text()) is not None:
+        known[RECALL.name] = guessed
     results = [result for name in names for result in tables.results(name, [name])]
     beyond = [
         result.task
         for result in results
         if result.setting == "full"
         and result.task != FIDELITY.name
-        and result.score.low <= floor_of(result.task)
+        and result.score.low <= known.get(result.task, 0.0)
     ]
     doable = [name for name in names if name not in beyond]
     if doable:
@@ -158,6 +159,7 @@ def summarise(
         provenance=provenance,
         run=run,
         tolerance=tolerance,
+        floors=known,
         tasks=results,
         beyond_the_model=beyond,
         disagreeing=tables.disagreeing,
@@ -204,6 +206,18 @@ class _Tables:
             (one.answer, one.score) != (other.answer, other.score) for one, other in pairs
         )
 
+    def unseen_text(self) -> float | None:
+        """How often full KV names the next token of text that it has not read before.
+
+        A passage that comes twice is guessed as often without its first copy. None if no such
+        text was asked.
+        """
+        for key, by_item in self._by_setting.items():
+            scores = [one.score for one in by_item.values() if one.task == FIDELITY.name]
+            if scores and Setting(*key).is_full:
+                return sum(scores) / len(scores)
+        return None
+
     def results(self, name: str, tasks: Sequence[str]) -> list[TaskResult]:
         """Results of the tasks together, full KV once and then every setting."""
         found: list[TaskResult] = []
@@ -220,6 +234,10 @@ class _Tables:
         fulls = self._by_setting[setting.policy, "full"]
         full = [fulls[record.item_id] for record in records]
         scores = [quality(record) for record in records]
+        score = Interval.of(mean(scores, self._seed))
+        if setting.is_full and name == FIDELITY.name:
+            # Full KV agrees with itself by definition: nothing was sampled.
+            score = Interval(value=1.0, low=1.0, high=1.0, count=len(records))
         lost = [record.mass_lost for record in records if record.mass_lost is not None]
         facts: dict[str, Any] = {}
         if not setting.is_full:
@@ -232,7 +250,7 @@ class _Tables:
             setting=setting.name,
             policy=setting.policy,
             kv_budget=setting.kv_budget,
-            score=Interval.of(mean(scores, self._seed)),
+            score=score,
             prompt_tokens=_mean(records, lambda record: record.prompt_tokens),
             kv_share=_mean(records, lambda record: record.kv_share),
             mass_lost=sum(lost) / len(lost) if lost else None,
@@ -245,19 +263,23 @@ class _Tables:
     ) -> dict[str, Interval]:
         """Perplexity and divergence of forced texts against full KV."""
         ratio = paired_ratio(
-            [math.exp(record.nll or 0.0) for record in records],
-            [math.exp(record.nll or 0.0) for record in full],
+            [_exp(record.nll) for record in records],
+            [_exp(record.nll) for record in full],
             self._seed,
         )
         # The mean of divergences, by way of the mean of logarithms that `paired_ratio` takes.
-        kl = paired_ratio(
-            [math.exp(record.kl or 0.0) for record in records], [1.0] * len(records), self._seed
-        )
+        kl = paired_ratio([_exp(record.kl) for record in records], [1.0] * len(records), self._seed)
         logs = (math.log(kl.value), max(0.0, math.log(kl.low)), math.log(kl.high))
         return {
             "perplexity_ratio": Interval.of(ratio),
             "kl": Interval.of(Estimate(*logs, kl.count)),
         }
+
+
+def _exp(nats: float | None) -> float:
+    """The exponential, of what is beyond all floats the largest."""
+    assert nats is not None, "a forced text is judged by its distribution"
+    return math.exp(min(nats, 700.0))
 
 
 def _mean(records: Sequence[Record], value: Callable[[Record], float]) -> float:

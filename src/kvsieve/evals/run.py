@@ -49,6 +49,7 @@ class Run:
         Raises:
             RequestError: The server refused or is gone. What was judged stays in the journal.
             ProofError: The server does not show that it did what was asked.
+            ConfigError: The journal cannot be written.
         """
         gate = asyncio.Semaphore(self.concurrency)
 
@@ -71,7 +72,7 @@ class Run:
         wanted = [
             setting
             for setting in (full, *self.settings)
-            if self.journal.get(item.item_id, self.policy, setting.kv_budget) is None
+            if self.journal.get(item, self.policy, setting.kv_budget) is None
         ]
         if not wanted:
             return
@@ -109,11 +110,12 @@ class Run:
     ) -> Record:
         facts: dict[str, Any] = {
             "item_id": item.item_id,
+            "item_sha256": item.sha256,
             "task": item.task,
             "policy": self.policy,
             "kv_budget": setting.kv_budget,
             "tags": dict(item.tags),
-            **proof(answer, setting, item.item_id),
+            **proof(answer, setting, item),
         }
         if item.example is not None:
             text = answer_text(self.maker, item, item.example, answer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,19 +12,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvsieve.core.errors import ConfigError
+from kvsieve.core.errors import KvsieveError
 from kvsieve.core.treatment import FULL
+from kvsieve.evals.identity import identity, run_facts
 from kvsieve.evals.item import Item
 from kvsieve.evals.journal import Journal
-from kvsieve.evals.passages import read_text
+from kvsieve.evals.precheck import check_server
 from kvsieve.evals.prompts import PromptMaker
 from kvsieve.evals.record import Record
 from kvsieve.evals.results import EvalResults, summarise
 from kvsieve.evals.run import Run
 from kvsieve.evals.settings import Setting
-from kvsieve.evals.workload import Wanted, make_items
-from kvsieve.reports.provenance import provenance
-from kvsieve.serving.client import Client, RequestError
+from kvsieve.evals.workload import Wanted, floors, make_items
+from kvsieve.reports.provenance import provenance, without_secrets
+from kvsieve.serving.client import Client
 from kvsieve.serving.server import ServerSpec, running
 
 
@@ -91,62 +91,69 @@ def evaluate(session: Session, console: Console) -> EvalResults:
     with console.status("Making the prompts"):
         items = make_items(session.wanted, maker)
     run = _run_facts(session, maker, items)
-    journal = Journal(session.out, _identity(run, birth))
-    policies = list(dict.fromkeys(setting.policy for setting in session.settings))
-    for policy in policies:
-        settings = [setting for setting in session.settings if setting.policy == policy]
-        missing = [item for item in items if not _is_done(journal, item, policy, settings)]
-        if not missing:
-            console.print(f"{policy}: everything is in the journal already", highlight=False)
-            continue
-        with _server(session, policy, items, console) as endpoint:
-            _ask_all(session, endpoint, maker, journal, policy, settings, missing, console)
+    with Journal(session.out, identity(run, birth)) as journal:
+        try:
+            for policy in dict.fromkeys(setting.policy for setting in session.settings):
+                _judge_policy(session, policy, maker, journal, items, console)
+        except (KeyboardInterrupt, SystemExit, KvsieveError):
+            if len(journal):
+                console.print(
+                    f"{len(journal)} answers are in {journal.path}: the same command goes on from"
+                    " there.",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
+                )
+            raise
+        records = _records(journal, items, session.settings)
     return summarise(
-        _records(journal, items, session.settings),
+        records,
         provenance=birth,
         run=run,
         tolerance=session.tolerance,
+        floors=floors(items),
         seed=session.wanted.seed,
     )
 
 
+def _judge_policy(
+    session: Session,
+    policy: str,
+    maker: PromptMaker,
+    journal: Journal,
+    items: Sequence[Item],
+    console: Console,
+) -> None:
+    settings = [setting for setting in session.settings if setting.policy == policy]
+    missing = [item for item in items if not _is_done(journal, item, policy, settings)]
+    if not missing:
+        console.print(
+            f"{policy}: every answer is in {journal.path} already, and nothing is asked.",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        return
+    with _server(session, policy, items, console) as endpoint:
+        client = Client(endpoint.base_url, endpoint.model, api_key=endpoint.api_key)
+        run = Run(client, maker, journal, policy, settings, session.concurrency)
+        _ask_all(run, items, missing, console)
+
+
 def _run_facts(session: Session, maker: PromptMaker, items: Sequence[Item]) -> dict[str, Any]:
-    wanted = session.wanted
-    text = read_text(wanted.text)
+    # These are published: a flag may hold a key, and a URL a password.
+    endpoint = without_secrets([session.endpoint.base_url])[0] if session.endpoint else None
     return {
-        "model": session.model,
-        "prompts": maker.provenance(),
-        "stop": {item.task: list(item.example.stop) for item in items if item.example is not None},
-        "tasks": list(wanted.tasks),
-        "data": list(wanted.data),
-        "lengths": list(wanted.lengths),
-        "count": wanted.count,
-        "seed": wanted.seed,
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "settings": [setting.name for setting in session.settings],
+        **run_facts(session.model, session.wanted, session.settings, maker, items),
         "sieve": dict(session.sieve),
-        "flags": list(session.flags),
-        "endpoint": session.endpoint and session.endpoint.base_url,
-        "longest": max(item.length for item in items),
-        "temperature": 0.0,
-    }
-
-
-def _identity(run: Mapping[str, Any], birth: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal for a journal to be gone on with."""
-    same = ("model", "chat", "seed", "text_sha256", "sieve", "flags", "endpoint")
-    facts = {name: run[name] for name in same if name in run}
-    return {
-        **facts,
-        "template_sha256": run["prompts"]["template_sha256"],
-        "versions": birth["versions"],
-        "source_sha256": birth["source_sha256"],
+        "flags": without_secrets(session.flags),
+        "endpoint": endpoint,
     }
 
 
 def _is_done(journal: Journal, item: Item, policy: str, settings: Sequence[Setting]) -> bool:
     wanted = [FULL, *(setting.kv_budget for setting in settings)]
-    return all(journal.get(item.item_id, policy, kv_budget) for kv_budget in wanted)
+    return all(journal.get(item, policy, kv_budget) for kv_budget in wanted)
 
 
 @contextmanager
@@ -171,16 +178,7 @@ def _server(
         yield Endpoint(server.url, server.served_name)
 
 
-def _ask_all(
-    session: Session,
-    endpoint: Endpoint,
-    maker: PromptMaker,
-    journal: Journal,
-    policy: str,
-    settings: Sequence[Setting],
-    items: Sequence[Item],
-    console: Console,
-) -> None:
+def _ask_all(run: Run, items: Sequence[Item], missing: Sequence[Item], console: Console) -> None:
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -191,39 +189,15 @@ def _ask_all(
     )
 
     async def ask() -> None:
-        client = Client(endpoint.base_url, endpoint.model, api_key=endpoint.api_key)
         try:
-            await _check(client, items, settings)
-            run = Run(client, maker, journal, policy, settings, session.concurrency)
-            await run.run(items, lambda count: progress.advance(bar, count))
+            await check_server(run, items, missing)
+            await run.run(missing, lambda count: progress.advance(bar, count))
         finally:
-            await client.close()
+            await run.client.close()
 
     with progress:
-        bar = progress.add_task(policy, total=len(items) * (1 + len(settings)))
+        bar = progress.add_task(run.policy, total=len(missing) * (1 + len(run.settings)))
         asyncio.run(ask())
-
-
-async def _check(client: Client, items: Sequence[Item], settings: Sequence[Setting]) -> None:
-    """Ask the shortest prompt once per setting, so that all that is refused is refused now.
-
-    Raises:
-        ConfigError: Every refusal.
-    """
-    shortest = min(items, key=lambda item: item.length)
-    forced = [shortest.prompt_ids[-1]] if any(item.forced_ids for item in items) else []
-    reasons = []
-    for kv_budget in (FULL, *(setting.kv_budget for setting in settings)):
-        try:
-            await client.complete(
-                shortest.prompt_ids, max_tokens=2, kv_budget=kv_budget, forced_tokens=forced
-            )
-        except RequestError as error:
-            if error.status is None:
-                raise
-            reasons.append(f"kv_budget {kv_budget}: {error}")
-    if reasons:
-        raise ConfigError(list(dict.fromkeys(reasons)))
 
 
 def _records(journal: Journal, items: Sequence[Item], settings: Sequence[Setting]) -> list[Record]:
@@ -232,7 +206,7 @@ def _records(journal: Journal, items: Sequence[Item], settings: Sequence[Setting
         budgets = [s.kv_budget for s in settings if s.policy == policy]
         for kv_budget in (FULL, *budgets):
             for item in items:
-                record = journal.get(item.item_id, policy, kv_budget)
+                record = journal.get(item, policy, kv_budget)
                 assert record is not None, "the run is complete"
                 found.append(record)
     return found

@@ -40,17 +40,26 @@ def parse_settings(policies: Sequence[str], budgets: Sequence[str]) -> list[Sett
         ConfigError: A policy or budget is none; all that is wrong at once.
     """
     reasons: list[str] = []
+    parsed: dict[str, list[int | str]] = {}
     for field, values in (("policy", policies), ("budget", budgets)):
         if not values:
             reasons.append(f"give at least one {field}")
+        known: list[int | str] = []
         for value in values:
+            if field == "budget" and value.lower() == FULL:
+                reasons.append(f"full KV is always asked: leave {value!r} out of the budgets")
+                continue
             try:
-                SieveConfig.parse({field: value})
+                found = getattr(SieveConfig.parse({field: value}), field)
             except ConfigError as error:
                 reasons.extend(error.reasons)
-        for value in dict.fromkeys(value for value in values if values.count(value) > 1):
-            reasons.append(f"{field} {value!r} is given twice")
+                continue
+            if found in known:
+                reasons.append(f"{field} {value!r} is given twice")
+            known.append(found)
+        parsed[field] = known
     if reasons:
-        raise ConfigError(reasons)
-    parsed = [SieveConfig.parse({"budget": budget}).budget for budget in budgets]
-    return [Setting(policy, budget) for policy in policies for budget in parsed]
+        raise ConfigError(list(dict.fromkeys(reasons)))
+    return [
+        Setting(str(policy), budget) for policy in parsed["policy"] for budget in parsed["budget"]
+    ]

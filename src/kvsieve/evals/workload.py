@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,24 @@ def check_wanted(wanted: Wanted) -> list[str]:
         reasons.append("give the lengths of the prompts (--lengths)")
     if wanted.text is not None and not wanted.text.is_file():
         reasons.append(f"--text: there is no file {wanted.text}")
-    return reasons
+    if wanted.text is not None and not set(wanted.tasks) & PASSAGE_TASKS.keys():
+        reasons.append(f"--text is used by {' and '.join(PASSAGE_TASKS)} alone: leave it out")
+    for option, value in (
+        ("--max-prompt-tokens", wanted.max_prompt_tokens),
+        ("--max-answer-tokens", wanted.max_answer_tokens),
+    ):
+        if value is not None and not wanted.data:
+            reasons.append(f"{option} is for files (--data): leave it out")
+    given_twice = [
+        *_twice("--tasks", wanted.tasks),
+        *_twice("--lengths", wanted.lengths),
+        *_twice("--data", wanted.data),
+    ]
+    return reasons + given_twice
+
+
+def _twice(option: str, values: Sequence[str | int]) -> list[str]:
+    return [f"{option}: {value} is given twice" for value, n in Counter(values).items() if n > 1]
 
 
 def make_items(wanted: Wanted, maker: PromptMaker) -> list[Item]:
@@ -75,10 +93,12 @@ def make_items(wanted: Wanted, maker: PromptMaker) -> list[Item]:
     """
     reasons: list[str] = []
     items: list[Item] = []
+    is_text_read = any(name in PASSAGE_TASKS for name in wanted.tasks)
+    text_ids = maker.encode(read_text(wanted.text)) if is_text_read else []
     for name in wanted.tasks:
         for length in wanted.lengths:
             try:
-                items += _generated(name, length, wanted, maker)
+                items += _generated(name, length, wanted, maker, text_ids)
             except ConfigError as error:
                 reasons.extend(error.reasons)
     for given in wanted.data:
@@ -97,16 +117,47 @@ def make_items(wanted: Wanted, maker: PromptMaker) -> list[Item]:
     return items
 
 
-def _generated(name: str, length: int, wanted: Wanted, maker: PromptMaker) -> list[Item]:
+def _generated(
+    name: str, length: int, wanted: Wanted, maker: PromptMaker, text_ids: Sequence[int]
+) -> list[Item]:
     if task := PASSAGE_TASKS.get(name):
-        ids = maker.encode(read_text(wanted.text))
-        return passage_items(task, ids, length=length, count=wanted.count, seed=wanted.seed)
+        return passage_items(
+            task,
+            text_ids,
+            length=length,
+            count=wanted.count,
+            seed=wanted.seed,
+            beginning=maker.beginning,
+        )
     examples = TASKS[name].generate(maker.count_tokens, length, wanted.count, wanted.seed)
     return [maker.item(example) for example in examples]
 
 
 def _check_unique(items: Sequence[Item]) -> None:
-    ids = [item.item_id for item in items]
-    twice = sorted({item_id for item_id in ids if ids.count(item_id) > 1})
+    counts = Counter(item.item_id for item in items)
+    twice = sorted(item_id for item_id, count in counts.items() if count > 1)
     if twice:
-        raise ConfigError([f"two examples are called {name!r}" for name in twice[:5]])
+        raise ConfigError(
+            [
+                f"{len(twice)} names are those of two examples each, such as {twice[0]!r}: files of"
+                " the same name need runs of their own (--out)"
+            ]
+        )
+
+
+def floors(items: Sequence[Item]) -> dict[str, float]:
+    """Score by task of an answer that has not read the context, in [0, 1].
+
+    Of generated tasks it is known, and where one of some choices is right it is chance. Files
+    of other kinds have none that is known, and 0 is taken.
+    """
+    shares: dict[str, list[float]] = {}
+    for item in items:
+        example = item.example
+        if example is not None and item.task not in TASKS:
+            right = len(set(example.references) & set(example.choices))
+            shares.setdefault(item.task, []).append(
+                right / len(example.choices) if example.choices else 0.0
+            )
+    by_chance = {task: sum(found) / len(found) for task, found in shares.items()}
+    return {name: task.floor for name, task in TASKS.items()} | by_chance

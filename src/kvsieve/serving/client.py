@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,9 @@ class Client:
         model: The name under which it serves the model.
         api_key: Its key, if it wants one.
         timeout_s: Longest wait for an answer, in seconds.
+
+    Raises:
+        RequestError: `base_url` is no URL.
     """
 
     def __init__(
@@ -91,14 +95,19 @@ class Client:
     ) -> None:
         root = base_url.rstrip("/").removesuffix("/v1")
         self.model = model
-        self._client = openai.AsyncOpenAI(
-            base_url=f"{root}/v1",
-            api_key=api_key or "unused",
-            max_retries=0,
-            timeout=timeout_s,
-            # A proxy from the environment is of no use on loopback, and elsewhere it is.
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not _is_local(root)),
-        )
+        self._timeout_s = timeout_s
+        try:
+            self._client = openai.AsyncOpenAI(
+                base_url=f"{root}/v1",
+                api_key=api_key or "unused",
+                max_retries=0,
+                timeout=timeout_s,
+                # A proxy from the environment is of no use on loopback, and elsewhere it is.
+                http_client=openai.DefaultAsyncHttpxClient(trust_env=not _is_local(root)),
+            )
+        # An InvalidURL, of whichever HTTP library openai uses.
+        except Exception as error:
+            raise RequestError(f"{base_url!r} is no address of a server: {error}") from None
 
     async def complete(
         self,
@@ -136,7 +145,13 @@ class Client:
             xargs[KV_BUDGET_KEY] = kv_budget
         if forced_tokens:
             xargs[FORCED_TOKENS_KEY] = list(forced_tokens)
-        extra: dict[str, Any] = {"ignore_eos": ignore_eos, "min_tokens": min_tokens}
+        extra: dict[str, Any] = {
+            "ignore_eos": ignore_eos,
+            "min_tokens": min_tokens,
+            # vLLM takes the default from the model's generation_config.json, and a penalty
+            # makes copying from the prompt a fault.
+            "repetition_penalty": 1.0,
+        }
         if xargs:
             extra["vllm_xargs"] = xargs
         if not stream:
@@ -156,17 +171,43 @@ class Client:
             if stream:
                 return await self._streamed(arguments)
             return await self._whole(arguments)
-        except openai.APIStatusError as error:
+        except RequestError:
+            raise
+        # Not only openai's own: some of its versions let through what their HTTP library (httpx
+        # or httpx2) raises, and an answer that is not vLLM's may raise anything.
+        except Exception as error:
+            raise self._failure(error) from error
+
+    async def models(self) -> dict[str, int | None]:
+        """The models that the server has, each with its longest sequence in tokens, if known.
+
+        Raises:
+            RequestError: It refused, or could not be reached.
+        """
+        try:
+            served = (await self._client.models.list()).data
+            return {model.id: (model.model_extra or {}).get("max_model_len") for model in served}
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> RequestError:
+        """What is to be said about an error of the client's library."""
+        server = str(self._client.base_url).rstrip("/")
+        if isinstance(error, openai.APIStatusError):
             body = error.body if isinstance(error.body, dict) else {}
-            said = body.get("message") or error.message
-            raise RequestError(
+            said = _shortened(body.get("message") or error.message)
+            return RequestError(
                 f"the server answered {error.status_code}: {said}", error.status_code
-            ) from error
-        except openai.APIError as error:
-            cause = error.__cause__ or error
-            raise RequestError(
-                f"no answer from {self._client.base_url}: {type(cause).__name__}: {cause}"
-            ) from error
+            )
+        cause = error.__cause__ or error
+        if isinstance(error, openai.APITimeoutError) or type(cause).__name__.endswith("Timeout"):
+            return RequestError(f"no answer from {server} within {self._timeout_s:g} s")
+        said = _shortened(f"{type(cause).__name__}: {cause}".removesuffix(": "))
+        if isinstance(error, openai.APIConnectionError) or _is_of_http(cause):
+            return RequestError(f"no answer from {server}: {said}")
+        if isinstance(error, openai.APIError):
+            return RequestError(f"{server} broke off: {_shortened(error.message)}")
+        return RequestError(f"{server} does not answer as vLLM does ({said})")
 
     async def _whole(self, arguments: dict[str, Any]) -> Completion:
         sent_at = time.perf_counter()
@@ -213,6 +254,15 @@ class Client:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
+
+
+def _shortened(text: Any) -> str:
+    """A server's words on one line, and no whole page of them."""
+    return textwrap.shorten(str(text), 500, placeholder=" ...")
+
+
+def _is_of_http(error: BaseException) -> bool:
+    return type(error).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2")
 
 
 def _is_local(root: str) -> bool:

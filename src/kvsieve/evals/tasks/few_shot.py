@@ -1,7 +1,8 @@
 """Many-shot classification: labels whose meaning only the examples tell.
 
 Each example in the prompt names a thing and gives it an invented label, which stands for a kind
-of things. What is asked occurs in no example, so the kind has to be recognised.
+of things. What is asked occurs in no example, so the kind has to be recognised; the kinds are so
+different that small models can tell them apart.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ dog cat horse cow sheep goat pig rabbit mouse lion tiger bear wolf fox deer monk
 zebra camel kangaroo squirrel donkey hamster
 """
 
-_FOOD = """
-bread cheese butter soup rice pasta pizza salad cake cookie sandwich omelet pancake sausage potato
-tomato carrot onion banana apple orange cherry yogurt noodles
+_NUMBERS = """
+1172 1394 1867 2045 2310 2783 3159 3428 3906 4017 4452 4891 5236 5570 5984 6103 6629 7048 7315 7762
+8291 8640 9157 9533
 """
 
 _CLOTHES = """
@@ -32,7 +33,7 @@ France Germany Spain Italy Portugal Sweden Norway Denmark Poland Greece Turkey E
 China Japan Brazil Chile Peru Mexico Canada Austria Hungary Ireland
 """
 
-KINDS = tuple(tuple(words.split()) for words in (_ANIMALS, _FOOD, _CLOTHES, _COUNTRIES))
+KINDS = tuple(tuple(words.split()) for words in (_ANIMALS, _NUMBERS, _CLOTHES, _COUNTRIES))
 
 LABELS = ("blick", "dax", "fep", "gorp", "modi", "nurb", "toma", "wug", "zib")
 """Words that mean nothing."""
@@ -66,11 +67,10 @@ def _build(length: int, index: int, seed: int) -> Build:
             example_id=f"few_shot/{length}/{index}",
             task="few_shot",
             context=f"Each thing has a label that tells its kind.\n\n{listed}",
-            question="Which label does the next thing have?",
+            question=f"{asked}:",
             references=(labels[asked_kind],),
             scorer="prefix_choice",
             max_tokens=8,
-            answer_prefix=f"{asked}:",
             stop=("\n",),
             choices=tuple(labels),
             tags={"length": length},

@@ -84,7 +84,7 @@ class Niah:
                 question=self._question(keys[: self.asked]),
                 references=references,
                 scorer="contains_all",
-                max_tokens=max(16, 16 * len(references)) if not self.uuids else 48,
+                max_tokens=(48 if self.uuids else 16) * len(references),
                 answer_prefix=self._answer_prefix(keys[: self.asked]),
                 tags=tags,
             )

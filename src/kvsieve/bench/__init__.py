@@ -1,0 +1,1 @@
+"""Benchmark: what a budget saves, against stock vLLM in the same run."""
