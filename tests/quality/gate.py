@@ -58,7 +58,10 @@ SHORT = Suite("short", ("snapkv",), ("niah", "fidelity", "recall"), (1024,), 4)
 LONG = Suite(
     "long",
     ("snapkv", "streaming_llm"),
-    ("niah", "niah_essay", "second_question", "fidelity", "recall"),
+    (
+        *("niah", "niah_essay", "multi_turn", "second_question", "instruction"),
+        *("fidelity", "recall"),
+    ),
     (1024, 2048),
     8,
 )

@@ -44,7 +44,7 @@ async def send(
     another at once.
 
     Args:
-        client: Talks to the server; a `ChatClient` if chats have several turns.
+        client: Talks to the server.
         scripts: The chats.
         concurrency: Clients of a closed loop; None for an open one.
         arrivals: When each chat of an open loop is due, in seconds from now.
@@ -66,7 +66,13 @@ async def send(
         ):
             said += message
             completion = await client.complete(
-                said, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, stream=True
+                said,
+                max_tokens=tokens,
+                min_tokens=tokens,
+                ignore_eos=True,
+                stream=True,
+                # The next turn repeats them; else they would only make the stream longer.
+                token_ids=len(script.messages) > 1,
             )
             _check_lengths(completion, len(said), tokens)
             is_planned = due is not None and turn == 0

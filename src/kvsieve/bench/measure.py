@@ -18,7 +18,6 @@ from kvsieve.bench.processes import cpu_seconds
 from kvsieve.bench.prompts import Script, seeded
 from kvsieve.bench.schema import ArmRun, PoolSample
 from kvsieve.bench.summary import Costs, summarise
-from kvsieve.bench.talk import ChatClient
 from kvsieve.bench.watch import preemptions, watch
 from kvsieve.core.errors import KvsieveError
 from kvsieve.serving.client import Client
@@ -97,8 +96,7 @@ async def _watched(
     options: Options,
     on_answer: Callable[[], None],
 ) -> tuple[list[Answered], list[PoolSample], Costs]:
-    has_turns = any(len(script.messages) > 1 for script in run.scripts)
-    client = (ChatClient if has_turns else Client)(server.url, server.served_name)
+    client = Client(server.url, server.served_name)
     seen: list[PoolSample] = []
     async with httpx.AsyncClient(trust_env=False, timeout=60.0) as http:
         preempted = preemptions((await http.get(f"{server.url}/metrics")).text)

@@ -6,15 +6,18 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from kvsieve.cli.bench import bench
 from kvsieve.cli.demo import demo
 from kvsieve.cli.doctor import doctor
 from kvsieve.cli.evaluate import evaluate
 from kvsieve.cli.generate import generate
+from kvsieve.cli.inspect import inspect
 from kvsieve.cli.mode import mode
 from kvsieve.cli.plan import plan
 from kvsieve.cli.serve import serve
-from kvsieve.core.errors import KvsieveError
+from kvsieve.core.errors import ConfigError, KvsieveError
 
 app = typer.Typer(
     name="kvsieve",
@@ -27,6 +30,8 @@ app = typer.Typer(
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(context_settings=_PASS_ON)(serve)
 app.command("eval", context_settings=_PASS_ON)(evaluate)
+app.command(context_settings=_PASS_ON)(bench)
+app.command()(inspect)
 app.command()(generate)
 app.command()(plan)
 app.command()(doctor)
@@ -39,5 +44,15 @@ def main() -> None:
     try:
         app()
     except KvsieveError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {error}", highlight=False)
+        console = Console(stderr=True, soft_wrap=True)
+        console.print(f"[red]error:[/red] {escape(_said(error))}", highlight=False)
         sys.exit(2)
+
+
+def _said(error: KvsieveError) -> str:
+    """An error's words; of a `ConfigError` the reasons alone, because not every command starts."""
+    if not isinstance(error, ConfigError):
+        return str(error)
+    if len(error.reasons) == 1:
+        return error.reasons[0]
+    return "".join(f"\n  {i}. {reason}" for i, reason in enumerate(error.reasons, 1))

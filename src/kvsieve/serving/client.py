@@ -53,7 +53,7 @@ class Completion:
 
     Attributes:
         text: What was generated.
-        token_ids: The same in tokens; empty if it was streamed.
+        token_ids: The same in tokens, if they were asked for.
         prompt_tokens: Length of the prompt, in tokens.
         completion_tokens: Length of the answer, in tokens.
         cached_tokens: Prompt tokens that the prefix cache had; None if the server does not say.
@@ -119,6 +119,7 @@ class Client:
         ignore_eos: bool = False,
         min_tokens: int = 0,
         stream: bool = False,
+        token_ids: bool = True,
         logprobs: int | None = None,
         forced_tokens: Sequence[int] = (),
     ) -> Completion:
@@ -133,6 +134,8 @@ class Client:
             ignore_eos: Whether to go on after the end of the text.
             min_tokens: Fewest tokens to generate.
             stream: Whether to stream, and take the time of each piece.
+            token_ids: Whether to have the answer's token ids. In a stream the server then
+                sends the prompt's too, with the first token.
             logprobs: How many of the most probable tokens to report per token; not streamed.
             forced_tokens: Token ids that the model is made to say first. The server must allow
                 it (setting `forced_tokens` of kvsieve).
@@ -154,7 +157,7 @@ class Client:
         }
         if xargs:
             extra["vllm_xargs"] = xargs
-        if not stream:
+        if token_ids:
             extra["return_token_ids"] = True
         if logprobs is not None:
             extra["return_tokens_as_token_ids"] = True
@@ -225,6 +228,7 @@ class Client:
 
     async def _streamed(self, arguments: dict[str, Any]) -> Completion:
         pieces: list[str] = []
+        token_ids: list[int] = []
         times: list[float] = []
         usage = report = finish_reason = None
         sent_at = time.perf_counter()
@@ -237,13 +241,15 @@ class Client:
                 report = _report(chunk) or report
                 if chunk.choices:
                     times.append(time.perf_counter())
-                    pieces.append(chunk.choices[0].text)
-                    finish_reason = chunk.choices[0].finish_reason or finish_reason
+                    choice = chunk.choices[0]
+                    pieces.append(choice.text)
+                    token_ids += (choice.model_extra or {}).get("token_ids") or ()
+                    finish_reason = choice.finish_reason or finish_reason
         if usage is None or finish_reason is None:
             raise RequestError("the stream broke off before its end")
         return Completion(
             text="".join(pieces),
-            token_ids=(),
+            token_ids=tuple(token_ids),
             finish_reason=finish_reason,
             report=report,
             sent_at=sent_at,

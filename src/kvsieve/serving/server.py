@@ -31,6 +31,8 @@ START_TIMEOUT_S = 600.0
 GRACE_S = 10.0
 """How long a server may take to stop after SIGINT before it is killed."""
 
+_CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
+
 # Compiled extensions complain at exit, after whatever made the server exit.
 _EXIT_NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped|See https://nanobind")
 
@@ -205,6 +207,10 @@ class Server:
         except OSError as error:
             lines = [f"(the log cannot be read: {error.strerror})"]
         last = [line for line in lines if line.strip() and not _EXIT_NOISE.match(line)][-15:]
+        # vLLM says what went wrong first, and then at length what went wrong because of it.
+        causes = [line for line in lines if _CAUSE.search(line)]
+        if causes and causes[0] not in last:
+            last = [causes[0], "...", *last]
         said = "\n".join(f"  | {line}" for line in last) or "  | (nothing)"
         return ServerError(
             f"the {self.name} server {what}. The last lines of its log:\n{said}\n"
