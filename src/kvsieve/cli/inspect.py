@@ -36,7 +36,7 @@ def inspect(
     ] = 0.02,
     worst_loss: Annotated[
         float | None,
-        typer.Option(help="The same for the worst sieved layer. Default: no bound."),
+        typer.Option(help="The same for the worst sieved layer. Default: three times --loss."),
     ] = None,
     block_size: Annotated[
         int, typer.Option(help="Block size of the KV cache, in tokens.", min=1)
@@ -134,7 +134,7 @@ def inspect(
     source = provenance()
     settings = InspectSettings(
         config=config,
-        bounds=Bounds(mean=loss, worst=worst_loss),
+        bounds=Bounds(mean=loss, worst=min(1.0, 3 * loss) if worst_loss is None else worst_loss),
         ranks=RankSettings(l_min, l_obs, tau, select_k, asl_pool_size),
         massive=MassiveRule(massive_magnitude, massive_ratio),
         block_size=block_size,
