@@ -5,7 +5,8 @@
 
 Everything is deterministic but rounding: the same prompts, greedy, the same weights. What a
 change may move without harm are near ties, so a bound is the measured mean less twice its
-standard error over the examples, which also is what another draw of examples would move it by.
+standard error over the examples, which also is what another draw of examples would move it by;
+where all examples agree, less what one example counts.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def run(suite: Suite, policies: tuple[str, ...], folder: Path) -> list[Record]:
 
 
 def means(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
-    """Mean and standard error of every measure, by policy, budget, task and measure."""
+    """Mean and margin of every measure, by setting, task and measure."""
     values: dict[str, list[float]] = {}
     for record in records:
         for measure in MEASURES:
@@ -113,9 +114,14 @@ def means(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
                 key = f"{record.setting.name} / {record.task} / {measure.name}"
                 values.setdefault(key, []).append(value)
     return {
-        key: (statistics.fmean(found), statistics.stdev(found) / math.sqrt(len(found)))
+        key: (statistics.fmean(found), _margin(found))
         for key, found in values.items()
     }
+
+
+def _margin(values: list[float]) -> float:
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return 2 * error or 1 / len(values)
 
 
 def below(records: Iterable[Record], bounds: dict[str, dict[str, float]]) -> list[str]:
@@ -150,10 +156,10 @@ def main() -> None:
             "bounds": {
                 key: {
                     "mean": round(mean, 5),
-                    "standard_error": round(error, 5),
-                    "bound": round(mean - 2 * error, 5),
+                    "margin": round(margin, 5),
+                    "bound": round(mean - margin, 5),
                 }
-                for key, (mean, error) in sorted(measured.items())
+                for key, (mean, margin) in sorted(measured.items())
             },
         }
     BOUNDS.write_text(json.dumps(content, indent=1) + "\n")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvsieve.bench.errors import BenchError
 from kvsieve.bench.prompts import Script
 from kvsieve.serving.client import Client, Completion
+from kvsieve.serving.together import together
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ async def send(
     if concurrency is None:
         if len(arrivals) != len(scripts):
             raise ValueError(f"{len(scripts)} chats, but {len(arrivals)} arrivals")
-        await _all([hold(number, due) for number, due in enumerate(arrivals)])
+        await together(hold(number, due) for number, due in enumerate(arrivals))
     else:
         waiting = iter(range(len(scripts)))
 
@@ -93,19 +94,8 @@ async def send(
             for number in waiting:
                 await hold(number, None)
 
-        await _all([one_after_another() for _ in range(concurrency)])
+        await together(one_after_another() for _ in range(concurrency))
     return sorted(answered, key=lambda each: (each.chat, each.turn))
-
-
-async def _all(work: Sequence[Coroutine[None, None, None]]) -> None:
-    """Run coroutines together; the first error ends all of them."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _check_lengths(completion: Completion, prompt_tokens: int, output_tokens: int) -> None:

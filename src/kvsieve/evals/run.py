@@ -17,6 +17,7 @@ from kvsieve.evals.prompts import PromptMaker
 from kvsieve.evals.record import Record, proof
 from kvsieve.evals.settings import Setting
 from kvsieve.serving.client import Client, Completion
+from kvsieve.serving.together import together
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,7 @@ class Run:
                 await self._judge(item)
                 on_done(1 + len(self.settings))
 
-        tasks = [asyncio.create_task(one(item)) for item in items]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            # After the first error the others are given up.
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await together(one(item) for item in items)
 
     async def _judge(self, item: Item) -> None:
         full = Setting(self.policy, FULL)
