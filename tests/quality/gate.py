@@ -63,7 +63,7 @@ LONG = Suite(
         *("niah", "niah_essay", "multi_turn", "second_question", "instruction"),
         *("fidelity", "recall"),
     ),
-    (1024, 2048),
+    (1024,),
     8,
 )
 SUITES = {suite.name: suite for suite in (SHORT, LONG)}

@@ -44,13 +44,17 @@ def _section(result: BenchResult, workload: WorkloadResult) -> Section:
         figures += [_throughput(result, workload), _latency(workload), _pool(result, workload)]
     if workload.sweep:
         figures.append(_sweep(workload.name, workload.sweep))
-    low, middle, high = workload.prompt_tokens
     text = (
         f"{workload.summary[0].upper()}{workload.summary[1:]}. At the scale of this run, prompts of"
-        f" {low:,}-{high:,} tokens (median {middle:,}) and outputs of"
-        f" {workload.output_tokens[0]:,}-{workload.output_tokens[2]:,}."
+        f" {_range(*workload.prompt_tokens)} tokens and outputs of"
+        f" {_range(*workload.output_tokens)}. TTFT is the time to the first token, TPOT the time"
+        " per output token after it; p50 is the median."
     )
     return Section(workload.name, text, tuple(figures), tables_of(result, workload))
+
+
+def _range(low: int, middle: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,}-{high:,} (median {middle:,})"
 
 
 def _arms(result: BenchResult) -> list[str]:

@@ -36,9 +36,21 @@ def _field(key: str, label: str, unit: str, higher_is_better: bool | None) -> Qu
     return Quantity(key, label, unit, higher_is_better, read)
 
 
+def _kv_per_request(run: ArmRun) -> float | None:
+    if run.kv_mean_mib is None or not run.running_mean:
+        return None
+    return run.kv_mean_mib / run.running_mean
+
+
+_LEAST_REQUESTS = {"p50": 1, "p90": 10, "p99": 100}
+"""Requests from which on a percentile is more than the slowest of them."""
+
+
 def _quantiles(field: str, label: str) -> list[Quantity]:
     def quantity(name: str) -> Quantity:
         def read(run: ArmRun) -> float | None:
+            if len(run.requests) < _LEAST_REQUESTS[name]:
+                return None
             quantiles: Quantiles = getattr(run, field)
             value: float = getattr(quantiles, name)
             return value
@@ -58,10 +70,12 @@ QUANTITIES: tuple[Quantity, ...] = (
     *_quantiles("latency", "end to end"),
     _field("goodput_per_s", "requests within the goals per second", "/s", True),
     _field("goodput_share", "requests within the goals", "share", True),
-    _field("kv_peak", "KV pool in use, peak", "share", False),
-    _field("kv_mean", "KV pool in use, mean", "share", False),
-    _field("kv_peak_mib", "KV memory in use, peak", "MiB", False),
-    _field("kv_mean_mib", "KV memory in use, mean", "MiB", False),
+    Quantity("kv_per_request", "KV memory of a running request", "MiB", False, _kv_per_request),
+    # Neither way is better: a sieve that lets more requests run fills the pool as well.
+    _field("kv_peak", "KV pool in use, peak", "share", None),
+    _field("kv_mean", "KV pool in use, mean", "share", None),
+    _field("kv_peak_mib", "KV memory in use, peak", "MiB", None),
+    _field("kv_mean_mib", "KV memory in use, mean", "MiB", None),
     _field("running_max", "requests running at once, most", "", None),
     _field("running_mean", "requests running at once, mean", "", None),
     _field("preemptions", "preemptions", "", None),

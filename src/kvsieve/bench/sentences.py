@@ -11,7 +11,8 @@ _SAID = (
     ("output_tokens_per_resource_s", "output tokens per {resource} second"),
     ("ttft_p50", "median TTFT"),
     ("tpot_p50", "median TPOT"),
-    ("kv_peak", "peak share of the KV pool"),
+    ("kv_per_request", "KV memory of a running request"),
+    ("running_max", "most requests running at once"),
     ("goodput_per_s", "goodput"),
 )
 

@@ -12,7 +12,6 @@ from kvsieve.cli import options
 from kvsieve.core.errors import ConfigError
 
 _LOAD, _SERVERS, _SWEEP = "Load", "Servers", "Sweep"
-WIDTH_OF_A_FILE = 160
 
 
 def bench(
@@ -238,6 +237,7 @@ def _run(chosen: Any) -> None:
     from kvsieve.bench.screen import print_result
     from kvsieve.bench.sentences import sentences
     from kvsieve.reports.page import write_report
+    from kvsieve.reports.terminal import output_console
 
     def keep(result: BenchResult) -> None:
         write_report(None, chosen.json_file, page="", data=result.model_dump(mode="json"))
@@ -245,7 +245,7 @@ def _run(chosen: Any) -> None:
     errors = Console(stderr=True)
     result = run_bench(chosen, errors, keep)
     keep(result)
-    console = _stdout()
+    console = output_console()
     print_result(console, result)
     for sentence in sentences(result):
         console.print(sentence, highlight=False, soft_wrap=True, markup=False)
@@ -262,20 +262,14 @@ def _compare(files: tuple[Path, Path], others: list[str]) -> None:
     if others:
         raise typer.BadParameter(f"--compare measures nothing; leave out {' '.join(others)}")
     from kvsieve.bench.compare import compare, load_result
-    from kvsieve.bench.screen import print_table
+    from kvsieve.reports.terminal import output_console, print_table
 
     a, b = (load_result(file) for file in files)
     found = compare(a, b)
-    console = _stdout()
+    console = output_console()
     console.print(f"A: {files[0]}\nB: {files[1]}", highlight=False, soft_wrap=True, markup=False)
     for kind, said in (("differs", found.differences), ("not compared", found.refused)):
         for sentence in said:
             console.print(f"{kind}: {sentence}", highlight=False, soft_wrap=True, markup=False)
     for table in found.tables:
         print_table(console, table)
-
-
-def _stdout() -> Console:
-    """A console that does not cut tables short where it writes to a file."""
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH_OF_A_FILE)

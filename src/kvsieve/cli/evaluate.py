@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table as ConsoleTable
 
 from kvsieve.cli import options
 from kvsieve.core.config import SieveConfig
@@ -25,7 +22,13 @@ def evaluate(
         str | None, typer.Argument(help="Model folder or name.", show_default=False)
     ] = None,
     tasks: Annotated[
-        str, typer.Option(help="Tasks to ask, separated by commas; 'none' for --data alone.")
+        str,
+        typer.Option(
+            help="Tasks to ask, separated by commas; 'none' for --data alone. There are niah,"
+            " niah_essay, niah_multikey, niah_multivalue, niah_multiquery, niah_uuid,"
+            " variable_tracking, common_words, frequent_words, kv_retrieval, few_shot, multi_turn,"
+            " second_question, instruction, fidelity, recall."
+        ),
     ] = _TASKS,
     data: Annotated[
         list[str] | None,
@@ -36,7 +39,8 @@ def evaluate(
         ),
     ] = None,
     policies: Annotated[
-        str, typer.Option(help="Policies to compare, separated by commas.")
+        str,
+        typer.Option(help="Policies to compare: snapkv, streaming_llm, random."),
     ] = "snapkv",
     budgets: Annotated[
         str, typer.Option(help="Budgets to compare: tokens, or shares such as '25%'.")
@@ -143,6 +147,8 @@ def evaluate(
         except ConfigError as error:
             reasons.extend(error.reasons)
     if base_url is not None:
+        if not base_url.startswith(("http://", "https://")):
+            reasons.append(f"--base-url must begin with http:// or https:// (given: {base_url!r})")
         if len({setting.policy for setting in settings}) > 1:
             reasons.append("a running server has one policy: give its name alone to --policies")
         given = [f"--{name.replace('_', '-')}" for name in sieve] + _flags(context.args)
@@ -230,11 +236,12 @@ def _whole_numbers(text: str, reasons: list[str]) -> tuple[int, ...]:
 def _show(results: Any, out: Path) -> None:
     from kvsieve.evals.report import distribution_table, page, result_table, summary
     from kvsieve.reports.files import write_report
+    from kvsieve.reports.terminal import output_console, print_table
 
-    console = _console()
+    console = output_console()
     for table in (result_table(results.tasks), distribution_table(results.tasks)):
         if table.rows:
-            _print(console, table)
+            print_table(console, table)
     for sentence in summary(results):
         _say(console, sentence)
     html, json_file = out / "report.html", out / "results.json"
@@ -251,11 +258,12 @@ def _compare(before_path: Path, after_path: Path, out: Path) -> None:
         verdict,
     )
     from kvsieve.reports.files import write_report
+    from kvsieve.reports.terminal import output_console, print_table
 
     before, after = load_results(before_path), load_results(after_path)
     comparison = compare_results(before, after)
-    console = _console()
-    _print(console, comparison_table(comparison))
+    console = output_console()
+    print_table(console, comparison_table(comparison))
     for sentence in verdict(comparison):
         _say(console, sentence)
     try:
@@ -268,18 +276,6 @@ def _compare(before_path: Path, after_path: Path, out: Path) -> None:
     _say(Console(stderr=True), f"{html}, {json_file}")
 
 
-def _console() -> Console:
-    """Stdout, wide enough for the tables where nobody looks at a terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
-
-
 def _say(console: Console, sentence: str) -> None:
     """Print a sentence as it is: brackets in names are no markup."""
     console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-
-
-def _print(console: Console, table: Any) -> None:
-    shown = ConsoleTable(*table.columns, title=table.caption, title_justify="left")
-    for row in table.rows:
-        shown.add_row(*("" if cell is None else escape(str(cell)) for cell in row))
-    console.print(shown)

@@ -128,6 +128,7 @@ def inspect(
     from kvsieve.inspect.run import InspectSettings, inspect_model
     from kvsieve.reports.page import check_report_files, write_report
     from kvsieve.reports.provenance import provenance
+    from kvsieve.reports.terminal import output_console
 
     check_report_files(html_path, json_path)
     transformers_logging.disable_progress_bar()
@@ -143,7 +144,7 @@ def inspect(
         device=device,
     )
     found = inspect_model(model, prompt_file, settings, console=Console(stderr=True))
-    print_inspection(Console(), found)
+    print_inspection(output_console(), found)
     if html_path is not None or json_path is not None:
         write_report(
             html_path,

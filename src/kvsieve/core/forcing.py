@@ -17,7 +17,7 @@ def forced_tokens(extra_args: Mapping[str, Any] | None) -> list[int] | None:
 
 
 def check_forced_tokens(
-    extra_args: Mapping[str, Any] | None, *, is_allowed: bool, vocab_size: int
+    extra_args: Mapping[str, Any] | None, *, is_allowed: bool, vocab_size: int, max_len: int
 ) -> bool:
     """Check the forced tokens of a request before an engine sees them.
 
@@ -25,6 +25,7 @@ def check_forced_tokens(
         extra_args: The request's `extra_args`.
         is_allowed: The operator's setting `forced_tokens`.
         vocab_size: Tokens that the model knows.
+        max_len: Longest sequence that the engine takes.
 
     Returns:
         Whether the request forces tokens.
@@ -43,6 +44,10 @@ def check_forced_tokens(
     given = f"(given: {reprlib.repr(tokens)})"
     if not isinstance(tokens, list) or not tokens:
         raise ValueError(f"{FORCED_TOKENS_KEY} must be a list of token ids {given}")
+    if len(tokens) > max_len:
+        raise ValueError(
+            f"{FORCED_TOKENS_KEY} has {len(tokens)} tokens, and a sequence at most {max_len}"
+        )
     if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
         raise ValueError(
             f"{FORCED_TOKENS_KEY} must be whole numbers from 0 to {vocab_size - 1} {given}"

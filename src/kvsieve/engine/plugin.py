@@ -96,6 +96,7 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
             extra_args,
             is_allowed=config.forced_tokens,
             vocab_size=vllm_config.model_config.get_vocab_size(),
+            max_len=vllm_config.model_config.max_model_len,
         )
         if forces and getattr(params, "structured_outputs", None) is not None:
             raise ValueError(f"{FORCED_TOKENS_KEY} cannot follow a grammar: leave out one of them")

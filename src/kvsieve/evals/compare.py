@@ -128,6 +128,9 @@ def _paired(
     if not common:
         return None
     first, second = ([each[item] for item in common] for each in scores)
+    if first == second:
+        # The same questions with the same scores: nothing is left to chance.
+        return Interval(value=0.0, low=0.0, high=0.0, count=len(common))
     return Interval.of(paired_difference(second, first, seed))
 
 

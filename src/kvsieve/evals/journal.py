@@ -79,6 +79,10 @@ class Journal:
         first, *lines = content.split("\n")
         if not content:
             self._write(json.dumps(identity) + "\n")
+        elif self._is_unused(first, lines, identity):
+            # A run that ended before its first answer: the folder is free for this one.
+            self._file.truncate(0)
+            self._write(json.dumps(identity) + "\n")
         else:
             self._check_same(first, identity)
         for line in lines:
@@ -90,6 +94,15 @@ class Journal:
             self._keep(record)
         if content and not content.endswith("\n"):
             self._write("\n")
+
+    @staticmethod
+    def _is_unused(first: str, lines: Sequence[str], identity: Mapping[str, Any]) -> bool:
+        try:
+            written = json.loads(first)
+        except ValueError:
+            return False
+        is_journal = isinstance(written, dict) and written.keys() == identity.keys()
+        return is_journal and not any(line.strip() for line in lines)
 
     def _check_same(self, first: str, identity: Mapping[str, Any]) -> None:
         try:

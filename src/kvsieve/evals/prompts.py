@@ -34,8 +34,11 @@ class PromptMaker:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         # Damaged files raise whatever the library that reads them raises.
         except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(" :")
             raise ConfigError([f"no tokenizer can be read from {model}: {reason}"]) from None
+        # A length beyond the model's is refused where lengths are known, not warned of here.
+        self.max_length: int = self.tokenizer.model_max_length
+        self.tokenizer.model_max_length = int(1e30)
         if chat and not self.tokenizer.chat_template:
             raise ConfigError([f"{model} has no chat template: leave out --chat"])
         self.model = model

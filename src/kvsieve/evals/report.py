@@ -125,7 +125,8 @@ def result_table(results: Sequence[TaskResult]) -> Table:
             *("attention lost", "requests sieved", "examples"),
         ),
         rows=tuple(rows),
-        caption="Scores with 95% intervals; differences are of the same examples.",
+        caption="Scores with 95% intervals; differences are of the same examples. KV held counts"
+        " full layers and whole blocks, so it is more than the budget's share.",
     )
 
 
@@ -160,38 +161,45 @@ def trade_off(results: EvalResults) -> Figure | None:
     overall = results.of("all")
     if not overall:
         return None
-    full = next(result for result in overall if result.setting == "full")
-    shown = [result for result in overall if result.setting != "full"]
-    policies = list(dict.fromkeys(result.policy for result in shown))
+    shown = [result for result in overall if result.difference is not None]
     series = []
-    for policy in policies:
+    for policy in dict.fromkeys(result.policy for result in shown):
         points = sorted(
             (result for result in shown if result.policy == policy),
             key=lambda result: result.kv_share,
         )
+        changes = [point.difference for point in points if point.difference]
         series.append(
             Series(
                 name=policy,
                 x=[100 * point.kv_share for point in points],
-                y=[100 * point.score.value for point in points],
-                low=[100 * point.score.low for point in points],
-                high=[100 * point.score.high for point in points],
+                y=[100 * change.value for change in changes],
+                low=[100 * change.low for change in changes],
+                high=[100 * change.high for change in changes],
                 labels=[str(point.kv_budget) for point in points],
             )
         )
+    within = f"{100 * results.tolerance:g} points"
     taken = next((result for result in shown if result.setting == results.recommended), None)
     return trade_off_figure(
-        series,
-        y_label="score, % of what is asked",
-        y_range=(0.0, 104.0),
+        [*series, Series(name="full KV", x=[100.0], y=[0.0])],
+        y_label="score against full KV, points",
+        y_range=None,
+        x_ticks={share: f"{share:g}" for share in (5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 70.0, 100.0)},
         full=Reference(
-            "full KV", 100 * full.score.value, 100 * full.score.low, 100 * full.score.high
+            f"full KV; the grey band is within {within}", 0.0, -100 * results.tolerance, 0.0
         ),
-        recommended=Mark(f"take {taken.setting}", 100 * taken.kv_share, 100 * taken.score.value)
+        recommended=Mark(
+            f"take {taken.setting}",
+            100 * taken.kv_share,
+            100 * (taken.difference.value if taken.difference else 0.0),
+        )
         if taken
         else None,
-        caption="All tasks that the model can do, examples counted equally. The labels are"
-        " budgets; prompts are of different lengths, so memory is a mean.",
+        caption=f"A setting is shown to stay within {within} where its whole whisker (the 95%"
+        " interval of the paired difference) ends inside the grey band or above it. All tasks that"
+        " the model can do, examples counted equally; labels are budgets. Memory is what a request"
+        " holds once its prompt is read, full layers and whole blocks included.",
     )
 
 

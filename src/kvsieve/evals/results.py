@@ -243,6 +243,11 @@ class _Tables:
         if not setting.is_full:
             difference = paired_difference(scores, [quality(one) for one in full], self._seed)
             facts["difference"] = Interval.of(difference)
+            if name == FIDELITY.name:
+                # Nothing agrees with full KV more than it does with itself.
+                facts["difference"] = facts["difference"].model_copy(
+                    update={"high": min(0.0, difference.high)}
+                )
             if name in PASSAGE_TASKS:
                 facts |= self._distribution(records, full)
         return TaskResult(

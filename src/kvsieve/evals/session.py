@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvsieve.core.errors import KvsieveError
+from kvsieve.core.errors import ConfigError, KvsieveError
 from kvsieve.core.treatment import FULL
 from kvsieve.evals.identity import identity, run_facts
 from kvsieve.evals.item import Item
@@ -90,6 +90,7 @@ def evaluate(session: Session, console: Console) -> EvalResults:
     maker = PromptMaker(session.model, session.chat)
     with console.status("Making the prompts"):
         items = make_items(session.wanted, maker)
+    _check_budgets(session.settings, items)
     run = _run_facts(session, maker, items)
     with Journal(session.out, identity(run, birth)) as journal:
         try:
@@ -114,6 +115,25 @@ def evaluate(session: Session, console: Console) -> EvalResults:
         floors=floors(items),
         seed=session.wanted.seed,
     )
+
+
+def _check_budgets(settings: Sequence[Setting], items: Sequence[Item]) -> None:
+    """Refuse budgets that every prompt fits: they would be judged as if they cost nothing.
+
+    Raises:
+        ConfigError: Every such budget.
+    """
+    longest = max(len(item.prompt_ids) for item in items)
+    idle = [one.kv_budget for one in settings if _as_tokens(one.kv_budget) >= longest]
+    if idle:
+        named = ", ".join(map(str, dict.fromkeys(idle)))
+        reason = f"nothing would be sieved to {named} tokens: the longest prompt has {longest}"
+        raise ConfigError([f"{reason}; give smaller budgets or longer prompts (--lengths)"])
+
+
+def _as_tokens(kv_budget: int | str) -> int:
+    """A budget in tokens; 0 for a share, which every prompt is longer than."""
+    return kv_budget if isinstance(kv_budget, int) else 0
 
 
 def _judge_policy(

@@ -145,14 +145,16 @@ def paired_ratio(values: Sequence[float], reference: Sequence[float], seed: int 
     _check_paired(first, second)
     logs = np.log(first) - np.log(second)
     limit = max(math.log(UNSEEN_FACTOR), float(np.abs(logs).max()))
-    estimate = _bounded_mean(logs, -limit, limit, seed)
+    estimate = _bounded_mean(logs, -limit, limit, seed, is_bounded=False)
     value, low, high = (
         math.exp(min(log, _LARGEST_LOG)) for log in (estimate.value, estimate.low, estimate.high)
     )
     return Estimate(value, low, high, estimate.count)
 
 
-def _bounded_mean(values: _Values, lowest: float, highest: float, seed: int) -> Estimate:
+def _bounded_mean(
+    values: _Values, lowest: float, highest: float, seed: int, *, is_bounded: bool = True
+) -> Estimate:
     """The mean of values between two bounds, with the interval the module's text chooses."""
     values = np.sort(values)
     count = len(values)
@@ -168,7 +170,10 @@ def _bounded_mean(values: _Values, lowest: float, highest: float, seed: int) -> 
             low, high = min(low, sampled[0]), max(high, sampled[1])
         else:
             low, high = sampled
-    return Estimate(centre, max(lowest, min(low, centre)), min(highest, max(high, centre)), count)
+    low, high = min(low, centre), max(high, centre)
+    if is_bounded:
+        low, high = max(lowest, low), min(highest, high)
+    return Estimate(centre, low, high, count)
 
 
 def _unseen_value_interval(

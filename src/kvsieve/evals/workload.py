@@ -95,6 +95,15 @@ def make_items(wanted: Wanted, maker: PromptMaker) -> list[Item]:
     items: list[Item] = []
     is_text_read = any(name in PASSAGE_TASKS for name in wanted.tasks)
     text_ids = maker.encode(read_text(wanted.text)) if is_text_read else []
+    too_long = [length for length in wanted.lengths if length > maker.max_length]
+    if wanted.tasks and too_long:
+        raise ConfigError(
+            [
+                f"prompts of {length} tokens are longer than the {maker.max_length} that the model"
+                " takes: give other --lengths"
+                for length in too_long
+            ]
+        )
     for name in wanted.tasks:
         for length in wanted.lengths:
             try:

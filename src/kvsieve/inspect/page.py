@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvsieve.inspect import figures, tables
 from kvsieve.inspect.recommend import as_shell, serve_command
 from kvsieve.inspect.run import Inspection, PromptFindings
 from kvsieve.inspect.tables import layer_list, percent
-from kvsieve.reports.page import Section, Table, render_page
-from kvsieve.reports.table import shown
+from kvsieve.reports.page import Section, render_page
+from kvsieve.reports.terminal import print_table
 
 PROXY = (
     "Attention mass lost is a proxy. It says how much of the last queries' attention went to"
@@ -158,33 +157,22 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
     for one in inspection.prompts:
         name = one.reading.prompt.name
         console.rule(f"{name}: {one.reading.num_tokens:,} tokens")
-        _print(console, tables.concentration_table(inspection, one))
-        _print(console, tables.activations_table(one))
+        print_table(console, tables.concentration_table(inspection, one))
+        print_table(console, tables.activations_table(one))
         console.print(activation_words(one), highlight=False)
-        _print(console, tables.kinds_table(one))
-        _print(console, tables.stability_table(one))
+        print_table(console, tables.kinds_table(one))
+        print_table(console, tables.stability_table(one))
         console.print(stability_words(inspection, one), highlight=False)
     console.rule("Recommended plan")
     for table in (tables.plan_table(inspection), tables.losses_table(inspection)):
         if table is not None:
-            _print(console, table)
+            print_table(console, table)
     for note in notes(inspection):
         console.print(f"[yellow]note:[/yellow] {note}", highlight=False)
     for sentence in headline(inspection):
         console.print(sentence, highlight=False)
     if line := command(inspection):
         console.print(Text(line, style="bold"), soft_wrap=True)
-
-
-def _print(console: Console, table: Table) -> None:
-    texts = shown(table, table.caption)
-    rich = RichTable(title=table.caption, title_justify="left")
-    for column in texts.columns:
-        rich.add_column(column.name, justify="right" if column.is_number else "left")
-    for row in texts.rows:
-        # A token's text may look like Rich's markup.
-        rich.add_row(*map(Text, row))
-    console.print(rich)
 
 
 def inspection_page(inspection: Inspection, provenance: Mapping[str, Any]) -> str:

@@ -123,6 +123,7 @@ def trade_off_figure(
     y_label: str = "score",
     title: str = "Quality against KV memory",
     x_log: bool = True,
+    x_ticks: Mapping[float, str] | None = None,
     y_range: tuple[float, float] | None = (0.0, 1.0),
     full: Reference | None = None,
     recommended: Mark | None = None,
@@ -138,6 +139,7 @@ def trade_off_figure(
         y_label: Name of the score.
         title: Line above the figure.
         x_log: Logarithmic x, where budgets that double stand equally far apart.
+        x_ticks: Texts at positions of x, instead of numbers that are chosen.
         y_range: Ends of the y axis; None: from the data.
         full: Score with the full KV cache: a dashed line, with its interval as a band.
         recommended: The point to take.
@@ -150,6 +152,7 @@ def trade_off_figure(
         y_label=y_label,
         title=title,
         x_log=x_log,
+        x_ticks=x_ticks,
         y_range=y_range,
         reference=full,
         mark=recommended,
