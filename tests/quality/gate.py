@@ -113,10 +113,7 @@ def means(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
             if value is not None:
                 key = f"{record.setting.name} / {record.task} / {measure.name}"
                 values.setdefault(key, []).append(value)
-    return {
-        key: (statistics.fmean(found), _margin(found))
-        for key, found in values.items()
-    }
+    return {key: (statistics.fmean(found), _margin(found)) for key, found in values.items()}
 
 
 def _margin(values: list[float]) -> float:
