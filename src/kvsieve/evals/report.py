@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvsieve.evals.passages import PASSAGE_TASKS
@@ -156,6 +156,10 @@ def distribution_table(results: Sequence[TaskResult]) -> Table:
     )
 
 
+_SHARES = (2.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 70.0, 100.0)
+"""Per cents of KV memory that the axis may name."""
+
+
 def trade_off(results: EvalResults) -> Figure | None:
     """Quality against memory, for all tasks that the model can do."""
     overall = results.of("all")
@@ -185,10 +189,10 @@ def trade_off(results: EvalResults) -> Figure | None:
         [*series, Series(name="full KV", x=[100.0], y=[0.0])],
         y_label="score against full KV, points",
         y_range=None,
-        x_ticks={share: f"{share:g}" for share in (5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 70.0, 100.0)},
-        full=Reference(
-            f"full KV; the grey band is within {within}", 0.0, -100 * results.tolerance, 0.0
-        ),
+        x_ticks={
+            share: f"{share:g}" for share in _SHARES if share >= 80 * min(r.kv_share for r in shown)
+        },
+        full=Reference(f"grey band: within {within} of it", 0.0, -100 * results.tolerance, 0.0),
         recommended=Mark(
             f"take {taken.setting}",
             100 * taken.kv_share,
@@ -223,42 +227,67 @@ def task_bars(results: EvalResults) -> Figure:
 
 
 def heat_maps(records: Sequence[Record]) -> Iterator[Figure]:
-    """Depth against length, for every needle task and setting that has more than one of each."""
-    tasks = dict.fromkeys(record.task for record in records if "depth" in record.tags)
-    settings = dict.fromkeys(record.setting.name for record in records)
-    for task in tasks:
-        for name in settings:
-            shown = [r for r in records if r.task == task and r.setting.name == name]
-            figure = _heat_map(task, name, [r for r in shown if "depth" in r.tags])
+    """Maps of where in the prompt answers are lost, for every task with needles at depths.
+
+    With several lengths, depth against length for each setting; with one, depth against
+    setting.
+    """
+    deep = [record for record in records if "depth" in record.tags]
+    for task in dict.fromkeys(record.task for record in deep):
+        of_task = [record for record in deep if record.task == task]
+        if len({_length(record) for record in of_task}) == 1:
+            maps = [(task, of_task, "setting", _setting_name)]
+        else:
+            names = dict.fromkeys(map(_setting_name, of_task))
+            maps = [
+                (
+                    f"{task}, {name}",
+                    [record for record in of_task if _setting_name(record) == name],
+                    "length of the prompt, tokens",
+                    _length,
+                )
+                for name in names
+            ]
+        for title, shown, column_label, column_of in maps:
+            figure = _heat_map(title, shown, column_label, column_of)
             if figure:
                 yield figure
 
 
-def _heat_map(task: str, setting: str, records: Sequence[Record]) -> Figure | None:
-    cells: dict[tuple[float, int], list[float]] = {}
+def _setting_name(record: Record) -> str:
+    return record.setting.name
+
+
+def _length(record: Record) -> str:
+    return f"{int(record.tags.get('length', record.prompt_tokens)):,}"
+
+
+def _heat_map(
+    title: str, records: Sequence[Record], column_label: str, column_of: Callable[[Record], str]
+) -> Figure | None:
+    cells: dict[tuple[float, str], list[float]] = {}
     for record in records:
-        # Depths fall on a grid of tenths, so that lengths share rows.
+        # Depths fall on a grid of tenths, so that columns share rows.
         depth = round(10 * float(record.tags["depth"])) / 10
-        length = int(record.tags.get("length", record.prompt_tokens))
-        cells.setdefault((depth, length), []).append(quality(record))
+        cells.setdefault((depth, column_of(record)), []).append(quality(record))
     depths = sorted({depth for depth, _ in cells})
-    lengths = sorted({length for _, length in cells})
+    columns = list(dict.fromkeys(column for _, column in cells))
     if len(depths) < 2:
         return None
     values = [
         [
-            sum(found) / len(found) if (found := cells.get((depth, length))) else None
-            for length in lengths
+            sum(found) / len(found) if (found := cells.get((depth, column))) else None
+            for column in columns
         ]
         for depth in depths
     ]
     return heat_figure(
         values,
         row_labels=[f"{depth:.0%}" for depth in depths],
-        column_labels=[f"{length:,}" for length in lengths],
+        column_labels=columns,
         row_label="depth of the needle",
-        column_label="length of the prompt, tokens",
-        title=f"{task}, {setting}",
+        column_label=column_label,
+        title=title,
         value_label="score",
     )
 
