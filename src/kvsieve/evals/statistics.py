@@ -66,18 +66,6 @@ class Estimate:
     count: int
 
 
-def proportion(scores: Sequence[float]) -> Estimate:
-    """The share of ones among scores of 0 and 1, with Wilson's interval.
-
-    Raises:
-        ValueError: No scores, or one that is neither 0 nor 1.
-    """
-    values = _checked(scores, "scores", 0.0, 1.0)
-    if not _is_binary(values):
-        raise ValueError(f"a proportion needs scores of 0 and 1, not {_first_between(values)}")
-    return _wilson(values)
-
-
 def mean(scores: Sequence[float], seed: int = 0) -> Estimate:
     """The mean of scores in [0, 1]; of scores that are all 0 or 1, their proportion.
 
@@ -244,10 +232,6 @@ def _check_paired(first: _Values, second: _Values) -> None:
 
 def _is_binary(values: _Values) -> bool:
     return bool(np.isin(values, (0.0, 1.0)).all())
-
-
-def _first_between(values: _Values) -> float:
-    return float(values[~np.isin(values, (0.0, 1.0))][0])
 
 
 def _scipy_stats() -> Any:
