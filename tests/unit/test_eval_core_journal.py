@@ -200,3 +200,13 @@ def test_an_overwritten_checkpoint_is_another_model(tmp_path: Path) -> None:
     weights.write_bytes(bytes(2_999_999) + b"\1")
     assert model_files(str(tmp_path)) != before
     assert model_files("some/name") is None
+
+
+def test_a_run_without_an_answer_leaves_its_folder_free(tmp_path: Path) -> None:
+    Journal(tmp_path, IDENTITY).__exit__(None, None, None)
+    with Journal(tmp_path, {**IDENTITY, "seed": 1}) as journal:
+        journal.add([make_record(A)])
+    with Journal(tmp_path, {**IDENTITY, "seed": 1}) as journal:
+        assert len(journal) == 1
+    with pytest.raises(ConfigError, match="of another run"):
+        Journal(tmp_path, IDENTITY)

@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from kvsieve.cli.main import app
 from kvsieve.core.errors import ConfigError, KvsieveError
+from kvsieve.evals.prompts import PromptMaker
 from kvsieve.evals.record import ProofError
 from kvsieve.evals.results import EvalResults
 from kvsieve.evals.session import Endpoint, Session, evaluate
 from kvsieve.evals.settings import parse_settings
-from kvsieve.evals.workload import Wanted
+from kvsieve.evals.workload import Wanted, make_items
 from kvsieve.serving.client import RequestError
 from tests.unit.eval_parts import results_of, save_tokenizer
 from tests.unit.test_eval_core_results import HALF, niah
@@ -322,3 +323,23 @@ def test_a_password_is_not_published(session: Session, double: Double) -> None:
     url = double.url.replace("://", "://me:secret@")
     found, shown = run(replace(session, endpoint=Endpoint(url, "model")))
     assert "secret" not in found.model_dump_json() + shown + "".join(journal_of(session))
+
+
+def test_budgets_that_every_prompt_fits_are_refused(session: Session, double: Double) -> None:
+    error = error_of(with_budgets(session, "200", "2000", "3000"))
+    assert "nothing would be sieved to 2000, 3000 tokens" in str(error)
+    assert double.bodies == []
+
+
+def test_prompts_longer_than_the_model_takes_are_refused(session: Session, double: Double) -> None:
+    maker = PromptMaker(session.model, chat=False)
+    maker.max_length = 4096
+    with pytest.raises(ConfigError, match="prompts of 99999999 tokens are longer than the 4096"):
+        make_items(replace(session.wanted, lengths=(600, 99_999_999)), maker)
+
+
+def test_an_address_that_is_none_is_refused(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    said = refused(model, "--base-url", "foo", "--out", str(out))
+    assert "--base-url must begin with http:// or https:// (given: 'foo')" in said
+    assert not out.exists()

@@ -93,3 +93,15 @@ def test_metrics_are_read_with_their_labels() -> None:
     assert metrics["vllm:kv_cache_usage_perc"] == (0.125, {"engine": "0", "model_name": "demo"})
     assert metrics["vllm:cache_config_info"][1]["num_gpu_blocks"] == "729"
     assert metrics["plain_total"] == (3.0, {})
+
+
+@pytest.mark.usefixtures("logs")
+def test_the_first_error_of_a_long_log_is_told_too() -> None:
+    noisy = server.Server(server.ServerSpec("full", "m", None), 1)
+    noise = "print('ValueError: too small a cache'); [print('then', i) for i in range(60)]"
+    noisy.start([sys.executable, "-c", f"{noise}; raise SystemExit(1)"], {})
+    with pytest.raises(server.ServerError) as caught:
+        noisy.raise_if_dying(patience_s=30.0)
+    said = str(caught.value)
+    assert said.index("too small a cache") < said.index("then 59") and "then 10" not in said
+    noisy.stop()
