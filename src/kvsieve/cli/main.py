@@ -55,4 +55,5 @@ def _said(error: KvsieveError) -> str:
         return str(error)
     if len(error.reasons) == 1:
         return error.reasons[0]
-    return "".join(f"\n  {i}. {reason}" for i, reason in enumerate(error.reasons, 1))
+    lines = "".join(f"\n  {i}. {reason}" for i, reason in enumerate(error.reasons, 1))
+    return f"this cannot be done, for {len(error.reasons)} reasons:{lines}"
