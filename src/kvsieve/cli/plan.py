@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsieve.cli import options
-from kvsieve.core.config import SieveConfig
+from kvsieve.core.config import SieveConfig, layer_list
 
 
 def plan(
@@ -65,10 +65,10 @@ def plan(
 def _print(console: Console, facts: dict[str, Any]) -> None:
     layers, budget, groups = facts["layers"], facts["budget"], facts["groups"]
     table = Table(show_header=False, title=f"Plan for {facts['model']}", title_justify="left")
-    table.add_row("full layers", _ranges(layers["full"]))
-    table.add_row("sieved layers", _ranges(layers["sieved"]))
+    table.add_row("full layers", layer_list(layers["full"]))
+    table.add_row("sieved layers", layer_list(layers["sieved"]))
     if layers["untouched"]:
-        table.add_row("untouched layers", _ranges(layers["untouched"]))
+        table.add_row("untouched layers", layer_list(layers["untouched"]))
     table.add_row(
         "budget",
         f"{budget['nominal']} tokens nominal, {budget['stored']} stored of"
@@ -106,14 +106,3 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     console.print(costs)
     for note in facts["notes"]:
         console.print(f"[yellow]note:[/yellow] {note}", highlight=False, soft_wrap=True)
-
-
-def _ranges(layers: list[int]) -> str:
-    """`[0, 1, 2, 5]` as `0-2, 5`."""
-    parts: list[str] = []
-    for layer in layers:
-        if parts and int(parts[-1].split("-")[-1]) == layer - 1:
-            parts[-1] = f"{parts[-1].split('-')[0]}-{layer}"
-        else:
-            parts.append(str(layer))
-    return ", ".join(parts) or "none"

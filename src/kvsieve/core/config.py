@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -70,6 +70,17 @@ def parse_layer_ranges(text: str) -> tuple[int, ...]:
             raise ValueError(f"{part!r} names a layer beyond {MAX_LAYERS}")
         layers.update(range(first, last + 1))
     return tuple(sorted(layers))
+
+
+def layer_list(layers: Sequence[int]) -> str:
+    """Ascending layer numbers for a reader: `(0, 1, 2, 5)` as `0-2, 5`, no layer as `none`."""
+    ranges: list[list[int]] = []
+    for layer in layers:
+        if ranges and ranges[-1][1] == layer - 1:
+            ranges[-1][1] = layer
+        else:
+            ranges.append([layer, layer])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges) or "none"
 
 
 class SieveConfig(BaseModel):

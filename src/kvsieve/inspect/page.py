@@ -8,10 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from kvsieve.core.config import layer_list
 from kvsieve.inspect import figures, tables
 from kvsieve.inspect.recommend import as_shell, serve_command
 from kvsieve.inspect.run import Inspection, PromptFindings
-from kvsieve.inspect.tables import layer_list, percent
+from kvsieve.inspect.tables import percent
 from kvsieve.reports.page import Section, render_page
 from kvsieve.reports.terminal import print_table
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvsieve.core.budget import BudgetRule, sieve_start, smallest_budget
-from kvsieve.core.config import SieveConfig
+from kvsieve.core.config import SieveConfig, layer_list
 from kvsieve.core.plan import (
     MAX_DEFAULT_GROUPS,
     LayerPlan,
@@ -322,12 +322,7 @@ def layer_ranges(layers: Sequence[int]) -> str:
     One number alone would be read as a count of leading layers: layer 5 is `5-5`, and no
     layer is the count `0`.
     """
-    ranges: list[list[int]] = []
-    for layer in layers:
-        if ranges and ranges[-1][1] == layer - 1:
-            ranges[-1][1] = layer
-        else:
-            ranges.append([layer, layer])
-    if len(ranges) == 1 or not ranges:
-        return ",".join(f"{first}-{last}" for first, last in ranges) or "0"
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges)
+    if not layers:
+        return "0"
+    text = layer_list(layers).replace(", ", ",")
+    return f"{text}-{text}" if len(layers) == 1 else text

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from kvsieve.core.config import layer_list
 from kvsieve.inspect.concentration import MASS_SHARES, HeadSpread
 from kvsieve.inspect.facts import attention_of, kind_shares, predicted_loss
 from kvsieve.inspect.prompt import printable
-from kvsieve.inspect.recommend import layer_ranges
 from kvsieve.inspect.run import Inspection, PromptFindings
 from kvsieve.reports.page import Table
 
@@ -25,13 +23,6 @@ KIND_NAMES = {
 def percent(share: float, digits: int = 1) -> str:
     """A share as a percentage."""
     return f"{100 * share:.{digits}f}%"
-
-
-def layer_list(layers: Sequence[int]) -> str:
-    """Layer numbers as ranges, such as `0-2, 5`."""
-    if len(layers) == 1:
-        return str(layers[0])
-    return layer_ranges(layers).replace(",", ", ") if layers else "none"
 
 
 def concentration_table(inspection: Inspection, findings: PromptFindings) -> Table:
