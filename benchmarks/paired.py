@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pairing import decode, host, overhead, scoring, throughput
+from pairing import decode, host, overhead, policies, scoring, throughput
 from pairing.arm import BenchmarkError, Lab, prepare_environment
 from pairing.progress import clocked
 from pairing.tables import print_host, print_summary
@@ -25,7 +25,7 @@ from rich.console import Console
 from kvsieve.reports.provenance import provenance, source_hash
 
 # Measurements that share arms follow one another.
-MEASUREMENTS = ("decode", "scoring", "overhead", "throughput", "host")
+MEASUREMENTS = ("decode", "scoring", "policies", "overhead", "throughput", "host")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -130,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measurements: dict[str, Callable[[], dict[str, Any]]] = {
         "decode": lambda: decode.measure(lab, options),
         "scoring": lambda: scoring.measure(lab, options),
+        "policies": lambda: policies.measure(lab, options),
         "overhead": lambda: overhead.measure(lab, options),
         "throughput": lambda: throughput.measure(lab, options),
         "host": lambda: host.measure(lab, options, scratch),

@@ -251,12 +251,12 @@ class EngineArm:
 
         Returns:
             The steps, and CPU seconds of `end_step` (scoring and compaction), of `observe`
-            (copying the window's queries) and of `enter_group` (planning), with the
-            worker's own wall-clock timer as `worker_wall`.
+            (copying the window's queries), of `gather` (looking at every query) and of
+            `enter_group` (planning), with the worker's own wall-clock timer as `worker_wall`.
         """
         sieve = self.worker.sieve
         meter = cpu_meter()
-        for method in ("end_step", "observe", "enter_group"):
+        for method in ("end_step", "observe", "gather", "enter_group"):
             meter.wrap(sieve, method, method)
         worker_wall = 0.0
         stock_take = sieve.take_finished

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pairing.spec import ArmSpec
 
@@ -24,15 +26,28 @@ class ModelShape:
 
     Attributes:
         num_layers: Attention layers.
+        num_heads: Query heads per layer.
         num_kv_heads: KV heads per layer.
         head_size: Size of a head.
         vocab_size: Size of the vocabulary.
+        hidden_size: Size of a hidden state.
+        intermediate_size: Inner size of a gated MLP.
     """
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_size: int
     vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers that a token is multiplied with: projections and gated MLP."""
+        projections = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
+        per_layer = self.hidden_size * (projections + 3 * self.intermediate_size)
+        return self.num_layers * per_layer
 
     @property
     def bytes_per_token(self) -> int:
@@ -51,9 +66,12 @@ def read_shape(model: str) -> ModelShape:
     heads = config["num_attention_heads"]
     return ModelShape(
         num_layers=config["num_hidden_layers"],
+        num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads", heads),
         head_size=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
     )
 
 
@@ -93,7 +111,7 @@ FULL = Sizes(
     scoring_prompts=(3000, 7000),
     host_batches=(32, 256),
     host_full_layers=(0, 3, 5, 6, 10),
-    repeats={"throughput": 4, "decode": 10, "scoring": 5, "overhead": 3, "host": 8},
+    repeats={"throughput": 4, "decode": 10, "scoring": 5, "policies": 2, "overhead": 3, "host": 8},
 )
 QUICK = Sizes(
     requests=4,
@@ -104,7 +122,7 @@ QUICK = Sizes(
     scoring_prompts=(700,),
     host_batches=(32,),
     host_full_layers=(0, 3),
-    repeats={"throughput": 2, "decode": 4, "scoring": 2, "overhead": 2, "host": 3},
+    repeats={"throughput": 2, "decode": 4, "scoring": 2, "policies": 1, "overhead": 2, "host": 3},
 )
 
 
@@ -173,13 +191,19 @@ class Options:
         return self._arm(name, None, pool_bytes, max_model_len)
 
     def sieved(
-        self, name: str, pool_bytes: int, max_model_len: int = 8192, budget: int | None = None
+        self,
+        name: str,
+        pool_bytes: int,
+        max_model_len: int = 8192,
+        budget: int | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> ArmSpec:
-        """A sieved arm of the real model, with the default plan."""
-        return self._arm(name, {"budget": budget or self.budget}, pool_bytes, max_model_len)
+        """A sieved arm of the real model, with the default plan unless settings say otherwise."""
+        sieve = {"budget": budget or self.budget, **(settings or {})}
+        return self._arm(name, sieve, pool_bytes, max_model_len)
 
     def _arm(
-        self, name: str, sieve: dict[str, int] | None, pool_bytes: int, max_model_len: int
+        self, name: str, sieve: dict[str, Any] | None, pool_bytes: int, max_model_len: int
     ) -> ArmSpec:
         return ArmSpec(
             name=name,

@@ -26,17 +26,6 @@ may differ by twice that."""
 LOGIT_EPSILON = 1e-3
 
 
-def with_window(
-    kept: dict[int, torch.Tensor], prompt_len: int, window: int = 32
-) -> dict[int, torch.Tensor]:
-    """Everything that a layer holds of a prompt: what was chosen, and the window."""
-    own = torch.arange(max(0, prompt_len - window), prompt_len)
-    return {
-        layer: torch.cat([chosen, own.expand(chosen.shape[0], -1)], dim=1)
-        for layer, chosen in kept.items()
-    }
-
-
 @dataclass
 class Agreement:
     """Counts over the requests compared so far.
@@ -87,8 +76,7 @@ class Agreement:
         complain = self.disagreements.append
         label = label or f"prompt of {len(prompt)}, budget {budget}"
         tokens = generated.token_ids
-        window = int(parameters.get("observation_window", 32))
-        chosen = with_window(generated.kept, len(prompt), window)
+        chosen = generated.kept
         expected = oracle.run(
             prompt,
             budget_tokens=budget,

@@ -278,10 +278,11 @@ def grouping_of_vllm(num_full: int, num_sieved: int) -> tuple[int, int]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from kvsieve import BudgetRule
+    from kvsieve.core.tiers import uniform_tier
     from kvsieve.engine.spec import sieved_spec
 
     full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    sieved = sieved_spec(full, BudgetRule(tokens=256), 32)
+    sieved = sieved_spec(full, uniform_tier(BudgetRule(tokens=256)), 32)
     specs = {f"layers.{i}": full if i < num_full else sieved for i in range(num_full + num_sieved)}
     groups = _get_kv_cache_groups_uniform_page_size(specs)
     size = max(len(group.layer_names) for group in groups)

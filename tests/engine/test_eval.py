@@ -19,7 +19,7 @@ from kvsieve.core.errors import ConfigError
 from kvsieve.evals.record import ProofError
 from kvsieve.evals.results import EvalResults
 from kvsieve.evals.session import Endpoint, Session, evaluate
-from kvsieve.evals.settings import parse_settings
+from kvsieve.evals.settings import every_setting
 from kvsieve.evals.workload import Wanted
 from kvsieve.serving.client import RequestError
 from tests.browser import browser
@@ -71,7 +71,7 @@ def session(server: Server, model: str, out: Path, *budgets: str) -> Session:
     return Session(
         model=model,
         wanted=Wanted(TASKS, (), (LENGTH,), 2, 0),
-        settings=parse_settings(["snapkv"], budgets),
+        settings=every_setting(["snapkv"], budgets),
         chat=False,
         out=out,
         endpoint=Endpoint(server.url, model),

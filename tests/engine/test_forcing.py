@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.agreement import with_window
 from tests.engine.engines import drop_engine, generate, make_engine
 from tests.engine.host import EngineHost, HostError
 from tests.engine.models import VOCABULARY, random_prompt
@@ -52,7 +51,7 @@ def test_forced_tokens_are_said_and_judged_by_the_sieved_model(
             full_layers={0, 1},
             max_new_tokens=8,
             forced_tokens=answer.token_ids,
-            forced_kept=with_window(answer.kept, len(prompt)),
+            forced_kept=answer.kept,
         )
         logprobs = [
             float(step[token])

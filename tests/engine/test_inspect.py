@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvsieve.core.config import SieveConfig
 from kvsieve.demo.document import demo_document
 from kvsieve.inspect.facts import predicted_loss
 from kvsieve.inspect.recommend import Bounds, layer_ranges
 from kvsieve.inspect.run import InspectSettings, inspect_model
+from kvsieve.policies import parse_settings
 from tests.engine.engines import drop_engine, generate, make_engine
 from tests.engine.host import EngineHost
 
@@ -22,15 +22,16 @@ TOLERANCE = 1e-4
 than ten of the last, also where they swap two tokens of nearly equal score."""
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "criticalkv", "expected_attention"])
 def test_recommended_plan_loses_what_was_predicted(
-    v1_host: EngineHost, real_model: str, tmp_path: Path
+    policy: str, v1_host: EngineHost, real_model: str, tmp_path: Path
 ) -> None:
     prompt_file = tmp_path / "prompt.txt"
     prompt_file.write_text(demo_document()[:4500])
     found = inspect_model(
         real_model,
         [prompt_file],
-        InspectSettings(bounds=Bounds(0.05, 0.15)),
+        InspectSettings(parse_settings({"policy": policy}), Bounds(0.05, 0.15)),
         console=Console(quiet=True),
     )
     reading = found.prompts[0].reading
@@ -40,8 +41,12 @@ def test_recommended_plan_loses_what_was_predicted(
     assert 900 < reading.num_tokens < 1200
 
     # As the recommended command would set them.
-    settings = {"budget": best.budget, "full_layers": layer_ranges(best.plan.full)}
-    SieveConfig.parse(settings)
+    settings = {
+        "policy": policy,
+        "budget": best.budget,
+        "full_layers": layer_ranges(best.plan.full),
+    }
+    parse_settings(settings)
     v1_host.call(make_engine, "inspect", real_model, settings, max_model_len=2048)
     (outcome,) = v1_host.call(
         generate, "inspect", [list(reading.prompt.token_ids)], {"max_tokens": 1}

@@ -18,12 +18,13 @@ def specs() -> dict[str, object]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from kvsieve.core.budget import BudgetRule
+    from kvsieve.core.tiers import uniform_tier
     from kvsieve.engine.spec import sieved_spec
 
     stock = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
-    spec = sieved_spec(stock, BudgetRule(tokens=100), 32)
+    spec = sieved_spec(stock, uniform_tier(BudgetRule(tokens=100)), 32)
     for_kernel = replace(spec, block_size=16)
-    other = sieved_spec(stock, BudgetRule(tokens=200), 32)
+    other = sieved_spec(stock, uniform_tier(BudgetRule(tokens=200)), 32)
     return {
         "starts": [spec.start(300), for_kernel.start(300)],
         "own budget": spec.start(300, BudgetRule(tokens=200)),

@@ -25,7 +25,7 @@ from rich.console import Console
 from kvsieve.demo.model import ensure_demo_model
 from kvsieve.evals.record import Record
 from kvsieve.evals.session import Session, evaluate
-from kvsieve.evals.settings import parse_settings
+from kvsieve.evals.settings import every_setting
 from kvsieve.evals.workload import Wanted
 
 BOUNDS = Path(__file__).with_name("bounds.json")
@@ -95,7 +95,7 @@ def run(suite: Suite, policies: tuple[str, ...], folder: Path) -> list[Record]:
     session = Session(
         model=str(ensure_demo_model(console)),
         wanted=Wanted(suite.tasks, (), suite.lengths, suite.count, seed=0),
-        settings=parse_settings(policies, BUDGETS),
+        settings=every_setting(policies, BUDGETS),
         chat=False,
         out=folder,
         flags=FLAGS,

@@ -58,6 +58,19 @@ def test_a_share_stays_between_its_bounds(
         assert budget == -(-prompt * percent // 100)
 
 
+def test_bounds_move_a_budget_to_the_nearest_that_they_allow() -> None:
+    rule = BudgetRule(tokens=200, min_tokens=100, max_tokens=300)
+
+    assert [rule.within_bounds(budget) for budget in (1, 100, 250, 300, 999)] == [
+        100,
+        100,
+        250,
+        300,
+        300,
+    ]
+    assert BudgetRule(tokens=200).within_bounds(10**6) == 10**6
+
+
 def test_a_rule_takes_tokens_or_a_share() -> None:
     with pytest.raises(ValueError, match="either tokens or share"):
         BudgetRule()

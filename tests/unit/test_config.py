@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvsieve import ConfigError, SieveConfig
+from kvsieve import BudgetRule, ConfigError, SieveConfig
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"budgt": 3}, ["unknown setting 'budgt'", "did you mean 'budget'?"]),
-        ({"zzz": 3}, ["unknown setting 'zzz'", "known settings: policy, budget"]),
+        ({"zzz": 3}, ["unknown setting 'zzz'", "known settings: policy, ", "budget"]),
         ({"budget": 0}, ["budget", "at least 1 token", "0"]),
         ({"budget": -5}, ["budget", "at least 1 token", "-5"]),
         ({"budget": "ten"}, ["budget", "'ten'", "'10%'"]),
@@ -22,7 +22,7 @@ from kvsieve import ConfigError, SieveConfig
         ({"budget": True}, ["budget", "True"]),
         ({"budget": 1.5}, ["budget", "1.5"]),
         ({"budget": None}, ["budget", "None"]),
-        ({"policy": "snapvk"}, ["policy", "'snapkv'", "snapvk"]),
+        ({"policy": 7}, ["policy", "string", "7"]),
         ({"pool_size": 4}, ["pool_size", "odd", "try 5"]),
         ({"pooling": "sum"}, ["pooling", "'max'", "sum"]),
         ({"observation_window": 0}, ["observation_window", "0"]),
@@ -34,6 +34,27 @@ from kvsieve import ConfigError, SieveConfig
         ({"min_budget": 500, "max_budget": 100}, ["min_budget (500)", "max_budget (100)"]),
         ({"budget": 100, "min_budget": 200}, ["budget (100)", "min_budget (200)"]),
         ({"budget": 300, "max_budget": 200}, ["budget (300)", "max_budget (200)"]),
+        ({"layer_budgets": "piramid"}, ["layer_budgets", '"uniform", "pyramid"', "'piramid'"]),
+        ({"layer_budgets": '{"3-9": 51'}, ["layer_budgets", '"uniform", "pyramid"']),
+        ({"layer_budgets": {}}, ["layer_budgets", '"uniform", "pyramid"']),
+        ({"layer_budgets": None}, ["layer_budgets", '"uniform", "pyramid"']),
+        ({"layer_budgets": [3, 4]}, ["layer_budgets", '"uniform", "pyramid"']),
+        ({"layer_budgets": {"9-3": 512}}, ["at '9-3'", "runs backwards"]),
+        ({"layer_budgets": {"3-9": "some"}}, ["at '3-9'", "'some'"]),
+        ({"layer_budgets": {"3-9": True}}, ["at '3-9'", "True"]),
+        ({"layer_budgets": {"3-9": 0.5}}, ["at '3-9'", "0.5"]),
+        (
+            {"layer_budgets": {"3-9": 512, "8-12": 300, "x": 5, "20": 0, "11,30": "1%"}},
+            ["in more than one range: 8-9, 11", "at 'x'", "at '20', a budget must be at least 1"],
+        ),
+        (
+            {"layer_budgets": {"3-9": 90, "10-29": 4000}, "min_budget": 100, "max_budget": 3000},
+            [
+                "layer_budgets '3-9' (90) is below min_budget (100)",
+                "layer_budgets '10-29' (4000) is above max_budget (3000)",
+            ],
+        ),
+        ({"max_tiers": 0}, ["max_tiers", "0"]),
     ],
 )
 def test_a_mistake_is_named_with_what_to_do(settings: dict[str, Any], words: list[str]) -> None:
@@ -71,6 +92,49 @@ def test_settings_must_be_an_object(settings: Any) -> None:
 )
 def test_full_layers_in_every_form(given: Any, expected: Any) -> None:
     assert SieveConfig.parse({"full_layers": given}).full_layers == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (" Pyramid", "pyramid"),
+        ("uniform", "uniform"),
+        ({"3-9": 512, "29, 10-28": " 5 %"}, {"3-9": 512, "10-29": "5%"}),
+        ('{"3-9": "512", "10-29": "5%"}', {"3-9": 512, "10-29": "5%"}),
+        ({3: 512}, {"3": 512}),
+        ({"1,3,5-7": 512}, {"1, 3, 5-7": 512}),
+    ],
+)
+def test_layer_budgets_in_every_form(given: Any, expected: Any) -> None:
+    config = SieveConfig.parse({"layer_budgets": given})
+
+    assert config.layer_budgets == expected
+    assert SieveConfig.parse({"layer_budgets": config.layer_budgets}) == config
+
+
+def test_the_default_budget_is_not_held_against_budgets_by_layers() -> None:
+    settings = {"layer_budgets": {"3-9": 3000}, "min_budget": 2000}
+
+    assert not SieveConfig.parse(settings).is_budget_used
+    assert SieveConfig.parse({**settings, "budget": 2500}).is_budget_used
+    with pytest.raises(ConfigError, match=r"budget \(1024\) is below"):
+        SieveConfig.parse({"min_budget": 2000})
+    # Blocks of 2048 tokens make the default of 1024 too small, but it does not count here.
+    assert SieveConfig.parse({"layer_budgets": {"3-9": 3000}}).layer_rules(2048)
+
+
+def test_budgets_by_layers_become_rules_with_the_bounds() -> None:
+    config = SieveConfig.parse(
+        {"layer_budgets": {"3,5": 512, "7": "5%"}, "min_budget": 100, "max_budget": 600}
+    )
+
+    assert config.layer_rules(32) == (
+        ((3, 5), BudgetRule(tokens=512, min_tokens=100, max_tokens=600)),
+        ((7,), BudgetRule(share=0.05, min_tokens=100, max_tokens=600)),
+    )
+    assert SieveConfig().layer_rules(32) == ()
+    with pytest.raises(ConfigError, match="'3' 67 is too small: the smallest legal budget is 68"):
+        SieveConfig.parse({"layer_budgets": {"3": 67}}).layer_rules(32)
 
 
 def test_the_budget_rule_names_the_smallest_legal_budget() -> None:

@@ -26,7 +26,7 @@ from kvsieve.evals.passages import (
     passage_items,
     read_text,
 )
-from kvsieve.evals.settings import Setting, parse_settings
+from kvsieve.evals.settings import Setting, every_setting
 from kvsieve.serving.client import TokenLogprobs
 
 Logprobs = dict[int, float]
@@ -215,7 +215,7 @@ def test_a_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_settings_are_every_policy_at_every_budget() -> None:
-    found = parse_settings(["snapkv", "random"], ["25%", "256"])
+    found = every_setting(["snapkv", "random"], ["25%", "256"])
     assert [(one.policy, one.kv_budget) for one in found] == [
         ("snapkv", "25%"),
         ("snapkv", 256),
@@ -228,7 +228,7 @@ def test_settings_are_every_policy_at_every_budget() -> None:
 
 def test_all_that_is_wrong_with_settings_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(
+        every_setting(
             ["snapkv", "knorm", "snapkv"],
             ["256", "0256", "0", "120%", "full", "many", "-1", "25 %"],
         )
@@ -249,5 +249,5 @@ def test_all_that_is_wrong_with_settings_is_said_at_once() -> None:
 
 def test_no_settings_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_settings([], [])
+        every_setting([], [])
     assert caught.value.reasons == ("give at least one policy", "give at least one budget")

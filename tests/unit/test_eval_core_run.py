@@ -21,7 +21,7 @@ from kvsieve.evals.prompts import PromptMaker
 from kvsieve.evals.record import ProofError
 from kvsieve.evals.results import EvalResults
 from kvsieve.evals.session import Endpoint, Session, evaluate
-from kvsieve.evals.settings import parse_settings
+from kvsieve.evals.settings import every_setting
 from kvsieve.evals.workload import Wanted, make_items
 from kvsieve.serving.client import RequestError
 from tests.unit.eval_parts import results_of, save_tokenizer
@@ -45,7 +45,7 @@ def session(model: str, double: Double, tmp_path: Path) -> Session:
     return Session(
         model=model,
         wanted=Wanted(("niah", "second_question", "fidelity"), (), (600,), 2, 0),
-        settings=parse_settings(["snapkv"], ["50%", "25%"]),
+        settings=every_setting(["snapkv"], ["50%", "25%"]),
         chat=False,
         out=tmp_path / "out",
         endpoint=Endpoint(double.url, "model"),
@@ -69,7 +69,7 @@ def journal_of(session: Session) -> list[str]:
 
 
 def with_budgets(session: Session, *budgets: str) -> Session:
-    return replace(session, settings=parse_settings(["snapkv"], budgets))
+    return replace(session, settings=every_setting(["snapkv"], budgets))
 
 
 def test_every_item_is_asked_under_every_setting(session: Session, double: Double) -> None:

@@ -15,6 +15,7 @@ from kvsieve.inspect.forward import NAME, run_pass, survey
 from kvsieve.inspect.model import LoadedModel, decoder_layers, load_model, refusals
 from kvsieve.inspect.sliced import (
     LayerAttention,
+    LayerHeads,
     sampled_queries,
     scratch_bytes,
     sliced_attention,
@@ -32,11 +33,13 @@ class Notes:
 
     def __init__(self) -> None:
         self.attention: dict[int, LayerAttention] = {}
+        self.heads: dict[int, LayerHeads] = {}
         self.sliding: list[int] = []
         self.hidden: dict[int, torch.Tensor] = {}
 
-    def on_attention(self, attention: LayerAttention) -> None:
+    def on_attention(self, attention: LayerAttention, heads: LayerHeads) -> None:
         self.attention[attention.layer] = attention
+        self.heads[attention.layer] = heads
 
     def on_sliding(self, layer: int) -> None:
         self.sliding.append(layer)
@@ -80,6 +83,13 @@ def test_pass_sees_what_eager_attention_computes(folder: Path, architecture: str
         torch.testing.assert_close(
             seen.sampled_mass, matrix[:, sampled].sum(dim=1), atol=1e-4, rtol=1e-4
         )
+        heads = notes.heads[layer]
+        groups = matrix.shape[0] // heads.key.shape[0]
+        logits = heads.query @ heads.key.repeat_interleave(groups, 0).transpose(1, 2) * heads.scale
+        future = torch.ones(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).triu(1)
+        torch.testing.assert_close(
+            logits.masked_fill(future, -torch.inf).softmax(-1), matrix, atol=1e-4, rtol=1e-4
+        )
     for layer in range(5):  # Transformers has normed the last one.
         torch.testing.assert_close(
             notes.hidden[layer], own.hidden_states[layer + 1][0], atol=1e-3, rtol=1e-3
@@ -92,7 +102,7 @@ def test_model_is_as_before_when_a_pass_ends_or_fails(folder: Path) -> None:
     before = loaded.model.config._attn_implementation
 
     class Broken(Notes):
-        def on_attention(self, attention: LayerAttention) -> None:
+        def on_attention(self, attention: LayerAttention, heads: LayerHeads) -> None:
             raise RuntimeError("no")
 
     run_pass(loaded, random_prompt(20, 0), Notes(), observation_window=4, num_sampled=4)
@@ -147,8 +157,8 @@ def test_slices_make_no_difference(
     )
     torch.testing.assert_close(seen.sampled_mass, weights[:, sampled].sum(1), atol=1e-4, rtol=1e-4)
     if sliding is None:
-        scores = reference.window_sum(query[:, n - window :].transpose(0, 1), key, 0.4)
-        torch.testing.assert_close(seen.head_scores, scores, atol=1e-4, rtol=1e-4)
+        scores = reference.window_scores(query[:, n - window :].transpose(0, 1), key, 0.4)
+        torch.testing.assert_close(seen.window_attention, scores, atol=1e-4, rtol=1e-4)
 
 
 @given(st.integers(1, 500), st.integers(1, 500))

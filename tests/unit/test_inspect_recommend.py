@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import shlex
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from kvsieve.core.budget import sieve_start, smallest_budget
 from kvsieve.core.config import SieveConfig
 from kvsieve.core.plan import MAX_DEFAULT_GROUPS, group_layers, make_plan
+from kvsieve.inspect.evidence import LayerEvidence
 from kvsieve.inspect.recommend import (
     TIE,
     Bounds,
@@ -25,7 +28,8 @@ from kvsieve.inspect.recommend import (
     recommend,
     serve_command,
 )
-from kvsieve.policies import attention_mass_lost, policy_from_config
+from kvsieve.inspect.sliced import LayerHeads, sampled_queries, sliced_attention
+from kvsieve.policies import Evidence, Policy, parse_settings, policy_from_config
 
 CONFIG = SieveConfig()
 BLOCK = 32
@@ -72,33 +76,88 @@ def test_grid_is_legal_ascending_and_reaches_from_end_to_end(longest: int, block
     assert len(grid) <= 130
 
 
+@given(st.integers(0, 64), st.integers(0, 8))
+def test_smallest_budget_is_made_of_what_is_always_kept(recent: int, sinks: int) -> None:
+    config = SieveConfig(num_recent_tokens=recent, num_sink_tokens=sinks)
+
+    assert budget_grid(2000, config, 16)[0] == recent + sinks + 16
+
+
+def random_layer(seed: int, n: int, window: int) -> LayerEvidence:
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (3 * torch.randn(h, n, 8, generator=generator) for h in (6, 2, 2))
+    heads = LayerHeads(torch.nn.Identity(), query, key, value, 8**-0.5)
+    _, attention = sliced_attention(
+        *(query, key, value, heads.scale),
+        layer=0,
+        observation_window=window,
+        sampled=sampled_queries(n, 1),
+    )
+    return LayerEvidence(attention, heads)
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10_000), st.integers(40, 400))
-def test_losses_are_the_products_and_fall_with_the_budget(seed: int, n: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def test_losses_are_what_a_choice_loses_and_fall_with_the_budget(seed: int, n: int) -> None:
     policy = policy_from_config(CONFIG)
     window = policy.observation_window
-    weights = torch.softmax(3 * torch.randn(2, 3, n, generator=generator), dim=-1)
-    scores = window * weights[..., : n - window]
     grid = budget_grid(n, CONFIG, BLOCK)
 
-    lost = layer_losses(scores, n, grid, policy, BLOCK)
+    lost = layer_losses(random_layer(seed, n, window), grid, policy, BLOCK)
 
+    attention = random_layer(seed, n, window).window_attention()
     for budget, loss in zip(grid, lost, strict=True):
         start = max(0, (n - budget) // BLOCK * BLOCK)
-        kept = policy.select(scores, n - start - window) if start else None
-        expected = 0.0 if kept is None else float(attention_mass_lost(scores, kept, window))
-        assert loss == expected
+        kept = policy.choose(random_layer(seed, n, window), n - start)
+        shares = [
+            1 - float(attention[kv_head, head, kept[kv_head]].double().sum()) / window
+            for kv_head in range(2)
+            for head in range(3)
+        ]
+        assert loss == pytest.approx(sum(shares) / len(shares), abs=1e-5)
         assert 0 <= loss <= 1
     assert all(a >= b - 1e-6 for a, b in pairwise(lost))
 
 
+def test_score_is_computed_once_and_no_step_spoils_it() -> None:
+    calls = []
+
+    def score(evidence: Evidence) -> torch.Tensor:
+        calls.append(evidence)
+        return torch.arange(float(evidence.num_tokens)).expand(2, 1, -1).clone()
+
+    def spoil(scores: torch.Tensor, evidence: Evidence, num_keep: int) -> torch.Tensor:
+        return scores.neg_()
+
+    policy = Policy("last", score, reduce=lambda scores, _: scores[:, 0], refine=spoil)
+    evidence = random_layer(0, 400, 32)
+
+    losses = layer_losses(evidence, [100, 200, 300], policy, BLOCK)
+
+    assert calls == [evidence]
+    attention = evidence.window_attention()
+    # The first positions stay, and the last 32.
+    for budget, loss in zip([100, 200, 300], losses, strict=True):
+        kept = 400 - (400 - budget) // BLOCK * BLOCK
+        dropped = attention[..., kept - 32 : 368].sum(dim=2) / 32
+        assert loss == pytest.approx(float(dropped.mean()), abs=1e-5)
+
+
 def test_one_hot_attention_loses_nothing_at_the_smallest_budget() -> None:
-    scores = torch.zeros(1, 2, 500)
-    scores[:, :, 250] = CONFIG.observation_window
+    n = 532
+    query, key = torch.zeros(2, n, 4), torch.zeros(1, n, 4)
+    query[..., 0] = 100.0
+    key[0, 250, 0] = 100.0
+    heads = LayerHeads(torch.nn.Identity(), query, key, key, 1.0)
+    _, attention = sliced_attention(
+        *(query, key, key, 1.0), layer=0, observation_window=32, sampled=sampled_queries(n, 1)
+    )
 
     lost = layer_losses(
-        scores, 532, budget_grid(532, CONFIG, BLOCK), policy_from_config(CONFIG), 32
+        LayerEvidence(attention, heads),
+        budget_grid(n, CONFIG, BLOCK),
+        policy_from_config(CONFIG),
+        BLOCK,
     )
 
     assert lost == [0.0] * len(lost)
@@ -272,3 +331,47 @@ def test_command_names_every_setting_that_is_not_a_default() -> None:
         *("kvsieve", "serve", "/models/my model", "--budget", "300", "--full-layers", "5-5"),
         *("--observation-window", "16", "--pooling", "avg", "--block-size", "16"),
     ]
+
+
+def given_to_serve(words: list[str]) -> dict[str, str]:
+    """The options of a command, by the name of the setting."""
+    flags = words[3:]
+    return {
+        flag.removeprefix("--").replace("-", "_"): value
+        for flag, value in zip(flags[::2], flags[1::2], strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings_", "named"),
+    [
+        ({}, {}),
+        ({"policy": "tova"}, {"policy": "tova"}),
+        ({"policy": "pyramidkv"}, {"policy": "pyramidkv", "layer_budgets": "uniform"}),
+        (
+            {"policy": "chunkkv", "policy_options": {"chunk_length": 8}, "pool_size": 7},
+            {"policy": "chunkkv", "policy_options": '{"chunk_length": 8}'},
+        ),
+        ({"policy": "chunkkv", "policy_options": {"chunk_length": 20}}, {"policy": "chunkkv"}),
+        (
+            {"policy": "h2o", "num_recent_tokens": 64, "num_sink_tokens": 4},
+            {"policy": "h2o", "num_recent_tokens": "64", "num_sink_tokens": "4"},
+        ),
+        ({"observation_window": 16, "num_sink_tokens": 0}, None),
+    ],
+)
+def test_command_brings_back_the_settings_of_any_policy(
+    settings_: dict[str, Any], named: dict[str, str] | None
+) -> None:
+    config = parse_settings(settings_)
+    candidate = Candidate(300, make_plan(tuple(range(6)), (), (5,)), 0.0, 0.0, 1, 0.5, 0.0, 6)
+
+    given = given_to_serve(serve_command("model", candidate, config, 16))
+
+    assert given.pop("block_size") == "16"
+    if named is not None:
+        assert given == {"budget": "300", "full_layers": "5-5", **named}
+    options = {"policy_options": json.loads(given.pop("policy_options", "{}"))}
+    served = parse_settings({**given, **options})
+    wanted = {"budget": 300, "full_layers": (5,), "layer_budgets": "uniform"}
+    assert served == config.model_copy(update=wanted)

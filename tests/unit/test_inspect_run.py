@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from html import unescape
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvsieve.cli.inspect import inspect
+from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError, KvsieveError
-from kvsieve.inspect.facts import as_facts, kind_shares
+from kvsieve.inspect.facts import as_facts, kind_shares, predicted_loss
 from kvsieve.inspect.model import load_model
-from kvsieve.inspect.page import inspection_page, print_inspection
+from kvsieve.inspect.page import inspection_page, print_inspection, sink_words
 from kvsieve.inspect.recommend import Bounds
 from kvsieve.inspect.run import Inspection, InspectSettings, inspect_loaded, inspect_model
-from kvsieve.policies import attention_mass_lost, policy_from_config
 from tests.engine.models import VOCABULARY, tiny_model
 
 WORDS = [f"w{number}" for number in range(VOCABULARY - 20)]
@@ -89,15 +91,14 @@ def found(make_model: Callable[..., str], files: list[Path]) -> Inspection:
     return look(make_model(), files, bounds=Bounds(0.2))
 
 
-def test_prediction_is_what_the_policies_lose_on_eager_attention(
+def test_prediction_is_what_snapkv_loses_on_eager_attention(
     make_model: Callable[..., str], found: Inspection
 ) -> None:
     best = found.recommendation.best
     assert best is not None and found.recommendation.is_within
     loaded = load_model(make_model())
     loaded.model.set_attn_implementation("eager")
-    policy = policy_from_config(found.settings.config)
-    window = policy.observation_window
+    window = found.settings.config.observation_window
     for facts, one in zip(as_facts(found)["prompts"], found.prompts, strict=True):
         ids = list(one.reading.prompt.token_ids)
         with torch.no_grad():
@@ -109,10 +110,17 @@ def test_prediction_is_what_the_policies_lose_on_eager_attention(
         lost = facts["attention_mass_lost"]["layers"]
         assert list(lost) == [str(layer) for layer in best.plan.sieved]
         for layer in best.plan.sieved:
-            scores = matrices[layer][0][:, -window:, :-window].sum(dim=1).view(2, 2, -1)
-            kept = policy.select(scores, len(ids) - start - window)
-            expected = float(attention_mass_lost(scores, kept, window))
-            assert lost[str(layer)] == pytest.approx(expected, abs=2e-3)
+            attention = matrices[layer][0][:, -window:].double().sum(dim=1) / window
+            # SnapKV by hand: best of the pooled mean of two heads, the sinks, the window.
+            scores = attention.view(2, 2, -1).mean(dim=1)[:, :-window]
+            scores = torch.nn.functional.max_pool1d(scores, 7, stride=1, padding=3)
+            scores[:, :4] = 2
+            kept = scores.topk(len(ids) - start - window).indices
+            shares = [
+                float(attention[head, kept[head // 2]].sum() + attention[head, -window:].sum())
+                for head in range(4)
+            ]
+            assert lost[str(layer)] == pytest.approx(1 - sum(shares) / 4, abs=2e-3)
 
 
 def test_plan_holds_for_every_prompt(found: Inspection) -> None:
@@ -155,6 +163,7 @@ def test_terminal_and_page_show_the_same_plan(found: Inspection) -> None:
         assert "Attention mass lost is a proxy" in written
         assert "kvsieve eval" in written
         assert "long.txt" in written and "short.txt" in written
+    assert "ruins the text, which is why the first 4 tokens are always kept" in page
     # Loss, loss per layer, and for each prompt concentration, activations, ranks.
     assert page.count("<svg") == 2 + 2 * 3
 
@@ -279,6 +288,81 @@ def test_command_writes_its_files(
     assert facts["prompts"][0]["rank_stability"]["l_min"] == 1
     assert facts["provenance"]["versions"]["torch"]
     assert html.read_text().lower().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "said"),
+    [
+        (
+            ("--policy", "tova"),
+            "--policy tova",
+            "What it keeps is decided by the prompt's last query,",
+        ),
+        (
+            ("--policy", "pyramidkv"),
+            "--policy pyramidkv --layer-budgets uniform",
+            "layer_budgets, as pyramidkv is configured",
+        ),
+        (
+            ("--policy", "h2o", "--num-recent-tokens", "24"),
+            "--policy h2o --num-recent-tokens 24",
+            "is not decided by the prompt's last 32 queries",
+        ),
+        (
+            ("--policy", "chunkkv", "--policy-options", '{"chunk_length": 5}'),
+            """--policy chunkkv --policy-options '{"chunk_length": 5}'""",
+            "What it keeps is decided by the prompt's last 32 queries,",
+        ),
+    ],
+)
+def test_command_takes_every_policy_and_says_what_decides(
+    make_model: Callable[..., str],
+    files: list[Path],
+    tmp_path: Path,
+    given: tuple[str, ...],
+    named: str,
+    said: str,
+) -> None:
+    html, data = tmp_path / "a.html", tmp_path / "a.json"
+
+    ran = run(
+        make_model(),
+        *("--prompt-file", str(files[0]), "--loss", "0.5", *given),
+        *("--html", str(html), "--json", str(data)),
+    )
+
+    assert ran.exit_code == 0, ran.output
+    shown = " ".join(ran.output.split())
+    assert named in shown and said in shown
+    facts = json.loads(data.read_text())
+    assert facts["settings"]["policy"] == given[1]
+    assert named in facts["plan"]["recommended"]["command"]
+    page = unescape(html.read_text())
+    assert named in page and said in page
+
+
+def test_page_says_whether_first_tokens_are_kept(found: Inspection) -> None:
+    said = [
+        sink_words(replace(found, settings=InspectSettings(SieveConfig(num_sink_tokens=sinks))))
+        for sinks in (0, 1, 4)
+    ]
+
+    assert "no first token is forced to stay here" in said[0]
+    assert "why the first token is always kept" in said[1]
+    assert "why the first 4 tokens are always kept" in said[2]
+
+
+def test_a_sieved_prompt_that_loses_nothing_has_a_loss_of_nothing(found: Inspection) -> None:
+    best = found.recommendation.best
+    assert best is not None
+    lossless = replace(
+        found.prompts[0].reading, lost=[[0.0] * len(found.budgets) for _ in range(6)]
+    )
+
+    lost = predicted_loss(found, lossless)
+
+    assert lost is not None and (lost.mean, lost.max) == (0, 0)
+    assert list(lost.layers) == [str(layer) for layer in best.plan.sieved]
 
 
 def test_command_without_a_prompt_says_so(tmp_path: Path) -> None:

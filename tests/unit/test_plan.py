@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from kvsieve import BudgetRule, ConfigError
+from kvsieve import BudgetRule, ConfigError, SieveConfig
+from kvsieve.cli.main import app
 from kvsieve.core.plan import (
     MAX_DEFAULT_GROUPS,
     default_full_count,
     group_layers,
     make_plan,
     request_cost,
+    tier_sizes,
 )
+from kvsieve.core.tiers import make_tiers
+from kvsieve.planning.plan import plan_model
+from kvsieve.policies import METHODS, method_names
 
 
 @pytest.mark.parametrize(
@@ -81,3 +90,157 @@ def test_the_cost_of_a_request() -> None:
     assert (full.blocks, full.bytes) == (94, 94 * 30 * 10)
     assert (sieved.blocks, sieved.bytes) == (94 + 9 * 9, (94 + 9 * 9) * 3 * 10)
     assert request_cost(plan, rule, 200, 0, 32, 10).bytes == 7 * 30 * 10
+
+
+@pytest.mark.parametrize(
+    ("full", "sieved", "tiers", "expected"),
+    [
+        (3, 27, 3, (9, 9, 9)),
+        (4, 28, 3, (8, 8, 12)),
+        (8, 72, 4, (16, 16, 16, 24)),
+        (0, 30, 3, (10, 10, 10)),
+        (4, 26, 3, (8, 8, 10)),
+        (15, 15, 3, (5, 5, 5)),
+        (3, 27, 1, (27,)),
+        (1, 1, 3, (1,)),
+        # Three tiers of ten layers beside twenty would make eleven groups.
+        (20, 10, 3, (5, 5)),
+    ],
+)
+def test_the_sizes_of_tiers(full: int, sieved: int, tiers: int, expected: tuple[int, ...]) -> None:
+    assert tier_sizes(full, sieved, 0, tiers) == expected
+
+
+@given(st.integers(0, 20), st.integers(1, 100), st.integers(0, 20), st.integers(1, 12))
+def test_tiers_take_all_layers_and_are_few(
+    full: int, sieved: int, untouched: int, max_tiers: int
+) -> None:
+    sizes = tier_sizes(full, sieved, untouched, max_tiers)
+
+    assert sum(sizes) == sieved
+    assert min(sizes) >= 1
+    assert len(sizes) <= max_tiers
+    assert len(sizes) >= min(2, max_tiers, sieved)
+
+
+@given(st.integers(1, 8), st.integers(2, 10), st.integers(1, 10))
+def test_tiers_pad_nothing_and_add_no_group_where_full_layers_divide(
+    full: int, groups: int, max_tiers: int
+) -> None:
+    sieved = full * (groups - 1)
+    sizes = tier_sizes(full, sieved, 0, min(max_tiers, groups - 1))
+    grouping = group_layers(full, *sizes)
+
+    assert len(sizes) == min(max_tiers, groups - 1)
+    assert grouping.padding_layers == 0
+    assert grouping.num_groups == groups
+    assert all(size % full == 0 for size in sizes)
+
+
+def test_the_cost_of_a_request_with_tiers() -> None:
+    plan = make_plan(tuple(range(30)), (), 3)
+    config = SieveConfig.parse({"layer_budgets": {"3-11": 512, "12-29": 96}})
+    tiers = make_tiers(config, plan, 32)
+    cost = request_cost(plan, tiers, 2991, 40, 32, page_bytes=10)
+
+    # Blocks of 3,031 tokens: 95. Freed: 77 before 2,464 in the first tier, 90 before 2,880.
+    assert cost.blocks == 1 * 95 + 3 * (95 - 77) + 6 * (95 - 90)
+    assert cost.bytes == cost.blocks * 3 * 10
+    one = request_cost(plan, BudgetRule(tokens=256), 2991, 40, 32, page_bytes=10)
+    uniform = make_tiers(SieveConfig(budget=256), plan, 32)
+    assert request_cost(plan, uniform, 2991, 40, 32, page_bytes=10) == one
+
+
+def planned(tmp_path: Path, settings: dict[str, object], prompt: int = 4000) -> dict[str, object]:
+    shape = {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 576,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return plan_model(
+        str(tmp_path),
+        SieveConfig.parse(settings),
+        prompt_tokens=prompt,
+        output_tokens=500,
+        block_size=32,
+        pool_bytes=2**30,
+        kv_bytes=2,
+    )
+
+
+def test_a_plan_shows_the_tiers_of_a_pyramid(tmp_path: Path) -> None:
+    facts = planned(tmp_path, {"layer_budgets": "pyramid", "budget": 512})
+    tiers = facts["tiers"]
+
+    assert [tier["layers"] for tier in tiers] == [
+        [*range(3, 12)],
+        [*range(12, 21)],
+        [*range(21, 30)],
+    ]
+    per_layer = [budget for tier in tiers for budget in tier["nominal_per_layer"]]
+    assert (per_layer[0], per_layer[-1], sum(per_layer)) == (956, 68, 27 * 512)
+    assert [tier["nominal"] for tier in tiers] == [820, 512, 204]
+    assert [tier["stored"] for tier in tiers] == [832, 512, 224]
+    assert [tier["groups"] for tier in tiers] == [3, 3, 3]
+    assert facts["budget"] == {"shape": "pyramid", "nominal": 512, "stored": 523}
+    assert facts["groups"] == {"count": 10, "layers_each": 3, "padding_percent": 0}
+    # A page is 32 tokens of 3 heads, keys and values of 64 numbers, 2 bytes each.
+    full = 141 * 3 * 32 * 3 * 2 * 64 * 2
+    assert facts["request"]["sieved"]["end"] == full + sum(tier["bytes"] for tier in tiers)
+    assert facts["notes"] == []
+
+
+def test_a_plan_of_one_tier_is_as_it_was(tmp_path: Path) -> None:
+    facts = planned(tmp_path, {"budget": "10%"})
+
+    assert facts["budget"] == {"shape": "uniform", "nominal": 400, "stored": 416}
+    (tier,) = facts["tiers"]
+    assert (tier["layers"], tier["nominal"], tier["stored"]) == ([*range(3, 30)], 400, 416)
+    assert tier["nominal_per_layer"] == [400] * 27
+
+
+def test_a_plan_warns_of_many_groups_and_of_nothing_to_sieve(tmp_path: Path) -> None:
+    many = planned(tmp_path, {"layer_budgets": {"3-9": 512, "10-29": "5%"}})
+    short = planned(tmp_path, {"layer_budgets": {"3-11": 512, "12-29": 300}}, prompt=300)
+    partly = planned(tmp_path, {"layer_budgets": {"3-11": 512, "12-29": 200}}, prompt=300)
+
+    assert "11 cache groups: each costs host time" in many["notes"][0]
+    assert many["groups"]["padding_percent"] == pytest.approx(100 * 3 / 33)
+    assert "fits the budget of 300" in short["notes"][0]
+    assert partly["notes"] == []
+    assert [tier["stored"] for tier in partly["tiers"]] == [300, 204]
+
+
+def test_the_commands_take_and_show_what_methods_and_settings_need(tmp_path: Path) -> None:
+    planned(tmp_path, {})
+    budgets = '{"3-9": 512, "10-29": "5%"}'
+    words = ["plan", str(tmp_path), "--json", "--layer-budgets", budgets]
+    shown = json.loads(CliRunner().invoke(app, words).stdout)
+    text = CliRunner().invoke(app, [word for word in words if word != "--json"]).stdout
+    listed = json.loads(CliRunner().invoke(app, ["policies", "--json"]).stdout)
+    table = CliRunner().invoke(app, ["policies"]).stdout
+
+    assert [tier["nominal"] for tier in shown["tiers"]] == [512, 200]
+    assert "Tiers of the sieved layers" in text
+    assert "10-29" in text
+    assert [method["name"] for method in listed] == method_names()
+    for method in listed:
+        assert method["name"] in table
+        assert (method["sees_question"], method["summary"]) == (
+            METHODS[method["name"]].sees_question,
+            METHODS[method["name"]].summary,
+        )
+
+
+def test_options_of_a_policy_are_given_as_json(tmp_path: Path) -> None:
+    planned(tmp_path, {})
+    words = ["plan", str(tmp_path), "--json", "--policy-options"]
+
+    assert CliRunner().invoke(app, [*words, "{}"]).exit_code == 0
+    for text, said in (("{chunk: 3}", "must be JSON"), ('{"none_such": 3}', "'none_such'")):
+        result = CliRunner().invoke(app, [*words, text])
+        assert isinstance(result.exception, ConfigError)
+        assert said in str(result.exception)

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 
-from kvsieve.core.report import MassLost, SieveReport, SieveTotals
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsieve.core.report import LayersStored, MassLost, SieveReport, SieveTotals, TierStored
 
 
 def report(**changes: object) -> SieveReport:
@@ -27,6 +31,48 @@ def test_a_report_is_plain_json() -> None:
     assert plain["attention_mass_lost"] == {"mean": 0.2, "max": 0.3, "layers": {"1": 0.1, "2": 0.3}}
 
 
+def test_a_report_lists_tiers_only_where_budgets_differ() -> None:
+    assert report().as_dict()["tiers"] is None
+    tiers = [TierStored("1", 512), TierStored("2", 88)]
+
+    assert report(tiers=tiers).as_dict()["tiers"] == [
+        {"layers": "1", "stored_tokens": 512},
+        {"layers": "2", "stored_tokens": 88},
+    ]
+
+
+@given(
+    st.integers(1, 5000), st.lists(st.none() | st.floats(0, 1), min_size=1, max_size=40), st.data()
+)
+def test_the_mean_over_layers_counts_those_that_hold_everything(
+    prompt: int, shares: list[float | None], data: st.DataObject
+) -> None:
+    held = {
+        layer: prompt if share is None else int(share * prompt)
+        for layer, share in enumerate(shares)
+    }
+    counted = {layer: held[layer] for layer, share in enumerate(shares) if share is not None}
+    stored = LayersStored(prompt, counted)
+    cut = data.draw(st.integers(1, len(shares)))
+    tiers = [tuple(range(cut)), tuple(range(cut, len(shares)))] if cut < len(shares) else []
+
+    assert stored.dropped_tokens == sum(prompt - each for each in held.values())
+    assert stored.mean(len(shares)) == math.ceil(Fraction(sum(held.values()), len(shares)))
+    for tier, layers in zip(stored.by_tier(tiers), tiers, strict=True):
+        mean = Fraction(sum(held[layer] for layer in layers), len(layers))
+        assert tier.stored_tokens == math.ceil(mean)
+
+
+def test_tiers_are_named_by_their_layers() -> None:
+    stored = LayersStored(1000, {3: 512, 4: 512, 7: 512, 5: 96})
+
+    assert stored.by_tier([(3, 4, 7), (5,), (6,)]) == [
+        TierStored("3-4,7", 512),
+        TierStored("5", 96),
+        TierStored("6", 1000),
+    ]
+
+
 def test_attention_that_is_not_a_number_is_not_reported() -> None:
     assert MassLost.of((1, 2), (0.1, math.nan)) is None
     assert MassLost.of((1, 2), (math.inf, 0.1)) is None
@@ -46,7 +92,7 @@ def test_the_log_keeps_sieved_and_shadow_requests_apart() -> None:
     totals.add(report(sieved=False, attention_mass_lost=None))
 
     assert str(totals) == (
-        "3 requests finished; 1 sieved: 1000 prompt tokens, 300 kept in each sieved layer,"
+        "3 requests finished; 1 sieved: 1000 prompt tokens, 300 kept per sieved layer,"
         " 7 blocks freed, 20.00% of attention lost; 1 in shadow: 50.00% of attention would be"
         " lost; 0.25 s of scoring and compaction"
     )

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from kvsieve.core.budget import BudgetRule
 from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
-from kvsieve.core.treatment import MODES, Treatment, check_mode, requested_budget, treat
+from kvsieve.core.treatment import (
+    MODES,
+    Treatment,
+    check_mode,
+    requested_budget,
+    requested_protection,
+    treat,
+)
 
 CONFIG = SieveConfig(budget=256, max_budget=1000)
 SMALLEST = 32 + 4 + 32
@@ -128,6 +135,35 @@ def test_the_wish_is_found_and_a_slip_is_named() -> None:
     for slip in ("kv_budgte", "kv-budget", "kvbudget", "KV_BUDGET", "kv_budget "):
         with pytest.raises(ValueError, match="did you mean 'kv_budget'"):
             requested_budget({slip: 256})
+
+
+def test_the_two_keys_are_not_taken_for_each_other() -> None:
+    assert requested_budget({"kv_protect": "system"}) is None
+    assert requested_protection({"kv_budget": 256}) is None
+    assert requested_protection({"kv_protect": "0:5", "kv_protects": 1}) == "0:5"
+    assert requested_protection(None) is None
+    for slip in ("kv_protec", "kv-protect", "kvprotect", "KV_PROTECT", "kv_protect "):
+        with pytest.raises(ValueError, match="did you mean 'kv_protect'"):
+            requested_protection({slip: "0:5"})
+
+
+def test_spans_are_kept_in_order_where_something_is_dropped() -> None:
+    wish = [[300, 340], [0, 100], [90, 120]]
+
+    for mode in ("sieve", "shadow"):
+        treatment = treat(mode, CONFIG, 300, 32, wish, 340)
+        assert treatment.spans == ((0, 120), (300, 340))
+        assert hash(treatment) == hash(treat(mode, CONFIG, 300, 32, "0:120,300:340", 340))
+    assert treat("full", CONFIG, 300, 32, wish, 340) == Treatment("full")
+    assert treat("sieve", SieveConfig(), "full", 32, wish, 340) == Treatment("full")
+    assert treat("sieve", CONFIG, None, 32, "none", 340) == Treatment("sieve")
+
+
+@pytest.mark.parametrize("wish", ["system", "0:341", [[0, 341]], "340:341", "5:4", [[0.0, 1.0]]])
+def test_spans_that_cannot_be_kept_are_refused_in_every_mode(wish: Any) -> None:
+    for mode in MODES:
+        with pytest.raises(ValueError, match="kv_protect"):
+            treat(mode, CONFIG, None, 32, wish, 340)
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -4,16 +4,27 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hypothesis.strategies import booleans, data, integers
 
-from kvsieve.core.config import SieveConfig
-from kvsieve.engine.windows import OpenWindows, num_ring_slots
+from kvsieve.engine.windows import OpenWindows, num_ring_slots, watched_queries
+from kvsieve.policies import parse_settings, policy_from_config
 
 
 def test_slots_follow_the_smallest_budget() -> None:
-    config = SieveConfig(budget=256, min_budget=200)
-    assert num_ring_slots(config, 32, 2048, 256) == 16
-    assert num_ring_slots(config, 32, 8192, 256) == 8192 // 256 + 2
-    assert num_ring_slots(config, 32, 8192, 4) == 4
-    assert num_ring_slots(SieveConfig(budget="10%"), 32, 8192, 256) == 8192 // 68 + 2
+    config = parse_settings({"budget": 256, "min_budget": 200})
+    snapkv = policy_from_config(config)
+    assert num_ring_slots(config, snapkv, 32, 2048, 256) == 16
+    assert num_ring_slots(config, snapkv, 32, 8192, 256) == 8192 // 256 + 2
+    assert num_ring_slots(config, snapkv, 32, 8192, 4) == 4
+    share = parse_settings({"budget": "10%"})
+    assert num_ring_slots(share, snapkv, 32, 8192, 256) == 8192 // 68 + 2
+
+
+def test_a_policy_that_gathers_has_few_slots_and_watches_every_query() -> None:
+    config = parse_settings({"policy": "h2o", "budget": 256})
+    h2o = policy_from_config(config)
+    assert num_ring_slots(config, h2o, 32, 8192, 256) == 4
+    assert num_ring_slots(config, h2o, 32, 8192, 2) == 2
+    assert watched_queries(h2o) > 10**8
+    assert watched_queries(policy_from_config(parse_settings({}))) == 32
 
 
 class Steps(RuleBasedStateMachine):

@@ -12,9 +12,9 @@ from typing import Any
 
 from kvsieve.bench.options import STOCK, Arm, Goals, Load, Options, SweepPlan
 from kvsieve.bench.workload import WORKLOADS
-from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError, KvsieveError
 from kvsieve.engine.activation import is_disabled
+from kvsieve.policies import parse_settings
 from kvsieve.reports.page import check_report_files
 
 DEFAULT_CONCURRENCY = 8
@@ -196,7 +196,7 @@ def _arms(
                 settings["policy"] = policy
             prefix = "budget" if len(policies) == 1 else policy
             try:
-                config = SieveConfig.parse(settings)
+                config = parse_settings(settings)
                 config.budget_rule(block_size)
             except ConfigError as error:
                 found += error.reasons

@@ -8,7 +8,7 @@ from typing import Any
 from kvsieve.bench.errors import BenchError
 from kvsieve.bench.schema import SieveProof
 from kvsieve.core.budget import sieve_start
-from kvsieve.core.config import SieveConfig
+from kvsieve.policies import parse_settings
 
 UNKNOWN_BLOCK_SIZE = 128
 """Taken where the server does not tell: the largest in use, so that no alarm is false."""
@@ -49,7 +49,7 @@ def prove(
             f"{len(answers) - with_report} of {len(answers)} responses carry no report of the"
             " sieve, so nothing shows that it ran"
         )
-    config = SieveConfig.parse(settings)
+    config = parse_settings(settings)
     size = block_size or UNKNOWN_BLOCK_SIZE
     rule = config.budget_rule(block_size) if block_size else config.budget_rule(1)
     expected = sum(sieve_start(length, rule.tokens_for(length), size) > 0 for length, _ in answers)

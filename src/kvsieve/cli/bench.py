@@ -42,7 +42,12 @@ def bench(
     observation_window: options.ObservationWindow = None,
     pool_size: options.PoolSize = None,
     pooling: options.Pooling = None,
+    num_recent_tokens: options.NumRecentTokens = None,
     num_sink_tokens: options.NumSinkTokens = None,
+    layer_budgets: options.LayerBudgets = None,
+    max_tiers: options.MaxTiers = None,
+    policy_options: options.PolicyOptions = None,
+    protect_roles: options.ProtectRoles = None,
     workload: Annotated[
         str,
         typer.Option(

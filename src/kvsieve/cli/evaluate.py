@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 from kvsieve.cli import options
-from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
 
 _TASKS = "niah,niah_essay,second_question,instruction,fidelity,recall"
@@ -105,7 +104,12 @@ def evaluate(
     observation_window: options.ObservationWindow = None,
     pool_size: options.PoolSize = None,
     pooling: options.Pooling = None,
+    num_recent_tokens: options.NumRecentTokens = None,
     num_sink_tokens: options.NumSinkTokens = None,
+    layer_budgets: options.LayerBudgets = None,
+    max_tiers: options.MaxTiers = None,
+    policy_options: options.PolicyOptions = None,
+    protect_roles: options.ProtectRoles = None,
 ) -> None:
     """Judge what budgets cost in quality, against full KV over the same prompts.
 
@@ -120,7 +124,7 @@ def evaluate(
     if model is None:
         raise typer.BadParameter("give a MODEL, or two files to --compare")
     from kvsieve.evals.session import Endpoint, Session, evaluate
-    from kvsieve.evals.settings import parse_settings
+    from kvsieve.evals.settings import every_setting
     from kvsieve.evals.workload import Wanted, check_wanted
 
     sieve = options.given_settings(context)
@@ -137,10 +141,12 @@ def evaluate(
     )
     reasons += check_wanted(wanted)
     settings = []
+    from kvsieve.policies import parse_settings
+
     for check in (
         lambda: options.check_model(model),
-        lambda: SieveConfig.parse(sieve),
-        lambda: settings.extend(parse_settings(_split(policies), _split(budgets))),
+        lambda: parse_settings(sieve),
+        lambda: settings.extend(every_setting(_split(policies), _split(budgets))),
     ):
         try:
             check()

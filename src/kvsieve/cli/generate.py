@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from kvsieve.cli import options
-from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import KvsieveError
 
 
@@ -43,7 +42,12 @@ def generate(
     observation_window: options.ObservationWindow = None,
     pool_size: options.PoolSize = None,
     pooling: options.Pooling = None,
+    num_recent_tokens: options.NumRecentTokens = None,
     num_sink_tokens: options.NumSinkTokens = None,
+    layer_budgets: options.LayerBudgets = None,
+    max_tiers: options.MaxTiers = None,
+    policy_options: options.PolicyOptions = None,
+    protect_roles: options.ProtectRoles = None,
 ) -> None:
     """Generate from one prompt with a sieved KV cache, greedily, and report what was kept."""
     if (prompt is None) == (prompt_file is None):
@@ -52,7 +56,9 @@ def generate(
         prompt = sys.stdin.read() if str(prompt_file) == "-" else _read(prompt_file)
     options.check_model(model)
     settings = options.given_settings(context)
-    SieveConfig.parse(settings)
+    from kvsieve.policies import parse_settings
+
+    parse_settings(settings)
     from kvsieve.engine.entrypoint import generate_once
 
     errors = Console(stderr=True)

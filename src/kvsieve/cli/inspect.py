@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from kvsieve.cli import options
-from kvsieve.core.config import SieveConfig
 
 _ASL = "Rank stability (ASL)"
 _MASSIVE = "Massive activations"
@@ -102,7 +101,9 @@ def inspect(
         ),
     ] = 1000.0,
     policy: options.Policy = None,
+    policy_options: options.PolicyOptions = None,
     observation_window: options.ObservationWindow = None,
+    num_recent_tokens: options.NumRecentTokens = None,
     pool_size: options.PoolSize = None,
     pooling: options.Pooling = None,
     num_sink_tokens: options.NumSinkTokens = None,
@@ -117,7 +118,9 @@ def inspect(
     if not prompt_file:
         raise typer.BadParameter("give at least one --prompt-file")
     options.check_model(model)
-    config = SieveConfig.parse(options.given_settings(context))
+    from kvsieve.policies import parse_settings
+
+    config = parse_settings(options.given_settings(context))
     from transformers.utils import logging as transformers_logging
 
     from kvsieve.inspect.activations import MassiveRule

@@ -16,6 +16,7 @@ from kvsieve.cli.generate import generate
 from kvsieve.cli.inspect import inspect
 from kvsieve.cli.mode import mode
 from kvsieve.cli.plan import plan
+from kvsieve.cli.policies import policies
 from kvsieve.cli.serve import serve
 from kvsieve.core.errors import ConfigError, KvsieveError
 
@@ -34,6 +35,7 @@ app.command(context_settings=_PASS_ON)(bench)
 app.command()(inspect)
 app.command()(generate)
 app.command()(plan)
+app.command()(policies)
 app.command()(doctor)
 app.command()(mode)
 app.command()(demo)

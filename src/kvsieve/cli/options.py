@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,27 +14,37 @@ from kvsieve.core.errors import ConfigError
 _PANEL = "Sieve"
 
 
-def _option(field: str) -> Any:
+def _option(field: str, form: str = "") -> Any:
     settings = SieveConfig.model_fields[field]
     assert settings.description is not None
-    shown = "" if settings.default is None else f" Default: {settings.default}."
+    has_default = not settings.is_required() and settings.default_factory is None
+    shown = (
+        f" Default: {settings.default}."
+        if has_default and settings.default not in (None, ())
+        else ""
+    )
     return typer.Option(
-        help=settings.description + shown, rich_help_panel=_PANEL, show_default=False
+        help=settings.description + form + shown, rich_help_panel=_PANEL, show_default=False
     )
 
 
 Policy = Annotated[str | None, _option("policy")]
+PolicyOptions = Annotated[str | None, _option("policy_options", " As JSON.")]
 Budget = Annotated[str | None, _option("budget")]
 MinBudget = Annotated[int | None, _option("min_budget")]
 MaxBudget = Annotated[int | None, _option("max_budget")]
 Mode = Annotated[str | None, _option("mode")]
 ModeEndpoint = Annotated[bool | None, _option("mode_endpoint")]
 ForcedTokens = Annotated[bool | None, _option("forced_tokens")]
+LayerBudgets = Annotated[str | None, _option("layer_budgets")]
+MaxTiers = Annotated[int | None, _option("max_tiers")]
 FullLayers = Annotated[str | None, _option("full_layers")]
 ObservationWindow = Annotated[int | None, _option("observation_window")]
+NumRecentTokens = Annotated[int | None, _option("num_recent_tokens")]
 PoolSize = Annotated[int | None, _option("pool_size")]
 Pooling = Annotated[str | None, _option("pooling")]
 NumSinkTokens = Annotated[int | None, _option("num_sink_tokens")]
+ProtectRoles = Annotated[str | None, _option("protect_roles")]
 
 
 def check_model(model: str) -> None:
@@ -49,6 +60,21 @@ def check_model(model: str) -> None:
 
 
 def given_settings(context: typer.Context) -> dict[str, Any]:
-    """The settings of the sieve that were given on the command line, by field name."""
+    """The settings of the sieve that were given on the command line, by field name.
+
+    Raises:
+        ConfigError: The policy's options are no JSON.
+    """
     values = {name: context.params.get(name) for name in SieveConfig.model_fields}
-    return {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
+    if isinstance(text := given.get("policy_options"), str):
+        try:
+            given["policy_options"] = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                [
+                    f"policy_options must be JSON such as '{{\"name\": 1}}', and {text!r} is not:"
+                    f" {error}"
+                ]
+            ) from None
+    return given

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsieve.cli import options
-from kvsieve.core.config import SieveConfig, layer_list
+from kvsieve.core.config import layer_list
 
 
 def plan(
@@ -33,18 +33,24 @@ def plan(
     ] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     policy: options.Policy = None,
+    policy_options: options.PolicyOptions = None,
     budget: options.Budget = None,
     min_budget: options.MinBudget = None,
     max_budget: options.MaxBudget = None,
+    layer_budgets: options.LayerBudgets = None,
+    max_tiers: options.MaxTiers = None,
     full_layers: options.FullLayers = None,
     observation_window: options.ObservationWindow = None,
+    num_recent_tokens: options.NumRecentTokens = None,
     pool_size: options.PoolSize = None,
     pooling: options.Pooling = None,
     num_sink_tokens: options.NumSinkTokens = None,
 ) -> None:
     """Show layers, cache groups, padding, bytes per request and requests that fit."""
     options.check_model(model)
-    config = SieveConfig.parse(options.given_settings(context))
+    from kvsieve.policies import parse_settings
+
+    config = parse_settings(options.given_settings(context))
     from kvsieve.planning.plan import plan_model
 
     facts = plan_model(
@@ -62,6 +68,25 @@ def plan(
         _print(Console(), facts)
 
 
+def _tiers(facts: dict[str, Any]) -> Table:
+    """The tiers of a plan, a row each."""
+    headings = ("layers", "nominal per layer", "nominal", "stored", "groups", "MiB at the end")
+    table = Table(*headings, title="Tiers of the sieved layers", title_justify="left")
+    for tier in facts["tiers"]:
+        nominal = tier["nominal_per_layer"]
+        if len(set(nominal)) == 1:
+            nominal = nominal[:1]
+        table.add_row(
+            layer_list(tier["layers"]),
+            ", ".join(map(str, nominal)),
+            str(tier["nominal"]),
+            str(tier["stored"]),
+            str(tier["groups"]),
+            f"{tier['bytes'] / 2**20:.1f}",
+        )
+    return table
+
+
 def _print(console: Console, facts: dict[str, Any]) -> None:
     layers, budget, groups = facts["layers"], facts["budget"], facts["groups"]
     table = Table(show_header=False, title=f"Plan for {facts['model']}", title_justify="left")
@@ -72,7 +97,8 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     table.add_row(
         "budget",
         f"{budget['nominal']} tokens nominal, {budget['stored']} stored of"
-        f" {facts['prompt_tokens']} (block size {facts['block_size']})",
+        f" {facts['prompt_tokens']} (block size {facts['block_size']})"
+        + (f"; {budget['shape']}, the mean over the layers" if len(facts["tiers"]) > 1 else ""),
     )
     table.add_row("cached numbers", f"{facts['kv_bytes']} bytes each (--kv-bytes)")
     table.add_row(
@@ -81,6 +107,8 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
         f" {groups['padding_percent']:.1f}% padding",
     )
     console.print(table)
+    if len(facts["tiers"]) > 1:
+        console.print(_tiers(facts))
     title = (
         f"A request of {facts['prompt_tokens']} prompt and {facts['output_tokens']} output tokens"
     )

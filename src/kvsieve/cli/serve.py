@@ -5,7 +5,6 @@ from __future__ import annotations
 import typer
 
 from kvsieve.cli import options
-from kvsieve.core.config import SieveConfig
 
 
 def serve(
@@ -22,7 +21,12 @@ def serve(
     observation_window: options.ObservationWindow = None,
     pool_size: options.PoolSize = None,
     pooling: options.Pooling = None,
+    num_recent_tokens: options.NumRecentTokens = None,
     num_sink_tokens: options.NumSinkTokens = None,
+    layer_budgets: options.LayerBudgets = None,
+    max_tiers: options.MaxTiers = None,
+    policy_options: options.PolicyOptions = None,
+    protect_roles: options.ProtectRoles = None,
 ) -> None:
     """Serve MODEL over vLLM's OpenAI API with a sieved KV cache.
 
@@ -31,7 +35,9 @@ def serve(
     """
     options.check_model(model)
     settings = options.given_settings(context)
-    SieveConfig.parse(settings)
+    from kvsieve.policies import parse_settings
+
+    parse_settings(settings)
     from kvsieve.engine.entrypoint import run_server
 
     run_server(model, settings, context.args)

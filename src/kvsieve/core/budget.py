@@ -40,10 +40,12 @@ class BudgetRule:
             assert self.share is not None
             # 14% of 11,750 tokens is 1,645, and 1645.0000000000002 in floating point.
             budget = math.ceil(prompt_tokens * self.share * (1 - 1e-12))
+        return self.within_bounds(budget)
+
+    def within_bounds(self, budget: int) -> int:
+        """The nearest budget to one in tokens that the bounds allow."""
         budget = max(budget, self.min_tokens)
-        if self.max_tokens is not None:
-            budget = min(budget, self.max_tokens)
-        return budget
+        return budget if self.max_tokens is None else min(budget, self.max_tokens)
 
     @property
     def smallest(self) -> int:
@@ -78,6 +80,6 @@ def stored_tokens(prompt_tokens: int, budget: int, block_size: int) -> int:
     return prompt_tokens - sieve_start(prompt_tokens, budget, block_size)
 
 
-def smallest_budget(observation_window: int, num_sink_tokens: int, block_size: int) -> int:
-    """The smallest budget that leaves room for window, sinks and one block, in tokens."""
-    return observation_window + num_sink_tokens + block_size
+def smallest_budget(num_recent_tokens: int, num_sink_tokens: int, block_size: int) -> int:
+    """The smallest budget that leaves room for recent tokens, sinks and one block, in tokens."""
+    return num_recent_tokens + num_sink_tokens + block_size

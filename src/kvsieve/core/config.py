@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
+import json
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -19,6 +18,7 @@ from pydantic import (
 
 from kvsieve.core.budget import BudgetRule, smallest_budget
 from kvsieve.core.errors import ConfigError
+from kvsieve.core.findings import reasons_of
 
 CONFIG_KEY = "kvsieve"
 """The key of `additional_config` under which vLLM carries our settings."""
@@ -29,6 +29,10 @@ MAX_LAYERS = 10_000
 MAX_BUDGET = 10**9
 """No prompt has more tokens. Numbers beyond 64 bits could not even be sent between processes."""
 
+LAYER_BUDGET_SHAPES = ("uniform", "pyramid")
+"""The values of `layer_budgets` that are no budgets by layer range."""
+
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}", re.ASCII)
 _PERCENT = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*$")
 _RANGE = re.compile(r"^([0-9]{1,9})(?:-([0-9]{1,9}))?$")
 _COUNT = re.compile(r"^\s*([0-9]{1,12})\s*$")
@@ -83,6 +87,67 @@ def layer_list(layers: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges) or "none"
 
 
+def parse_budget(value: int | str) -> int | str:
+    """A budget in tokens (int), or a share of the prompt such as `"10%"` as text.
+
+    Raises:
+        ValueError: It is neither, or out of range.
+    """
+    if isinstance(value, str):
+        if not _COUNT.match(value):
+            parse_share(value)
+            return value.replace(" ", "")
+        value = int(value)
+    if value <= 0:
+        raise ValueError(f"a budget must be at least 1 token, got {value}")
+    if value > MAX_BUDGET:
+        raise ValueError(f"a budget must be at most {MAX_BUDGET} tokens")
+    return value
+
+
+def parse_layer_budgets(value: Any) -> str | dict[str, int | str]:
+    """`"uniform"`, `"pyramid"`, or budgets by layer range with the ranges written in one way.
+
+    Args:
+        value: One of the two words, an object such as `{"3-9": 512, "10-29": "5%"}`, or such an
+            object as JSON text.
+
+    Raises:
+        ValueError: Everything that is wrong with it, in words.
+    """
+    wanted = 'give "uniform", "pyramid" or budgets by layers such as {"3-9": 512, "10-29": "5%"}'
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in LAYER_BUDGET_SHAPES:
+            return word
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError(wanted) from None
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(wanted)
+    budgets: dict[str, int | str] = {}
+    reasons: list[str] = []
+    times: dict[int, int] = {}
+    for key, given in value.items():
+        try:
+            if isinstance(given, bool) or not isinstance(given, int | str):
+                raise ValueError(f"{given!r} is neither a number of tokens nor a text")
+            layers = parse_layer_ranges(str(key))
+            budgets[layer_list(layers)] = parse_budget(given)
+        except ValueError as error:
+            reasons.append(f"at {key!r}, {error}")
+            continue
+        for layer in layers:
+            times[layer] = times.get(layer, 0) + 1
+    double = sorted(layer for layer, count in times.items() if count > 1)
+    if double:
+        reasons.append(f"in more than one range: {layer_list(double)}")
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    return budgets
+
+
 class SieveConfig(BaseModel):
     """Settings of the sieve. Every field is a key of `additional_config["kvsieve"]`.
 
@@ -91,15 +156,19 @@ class SieveConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    policy: Literal["snapkv", "streaming_llm", "random"] = Field(
+    policy: str = Field(
         default="snapkv",
-        description="How the tokens of the prompt are scored (the published method's name; 'random'"
-        " is a baseline to compare with).",
+        description="How the tokens of the prompt are ranked: a published method by its name"
+        " (`kvsieve policies` lists them).",
+    )
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Parameters that only this policy has, such as ChunkKV's chunk_length.",
     )
     budget: int | str = Field(
         default=1024,
         description="What a sieved layer keeps of a prompt, in tokens per KV head, or as a share"
-        " of the prompt such as '10%'.",
+        " of the prompt such as '10%'; the mean over these layers where layer_budgets differ.",
     )
     min_budget: Annotated[int, Field(gt=0, le=MAX_BUDGET)] | None = Field(
         default=None,
@@ -109,6 +178,19 @@ class SieveConfig(BaseModel):
     max_budget: Annotated[int, Field(gt=0, le=MAX_BUDGET)] | None = Field(
         default=None,
         description="The operator's upper bound on the budget, in tokens. Default: none.",
+    )
+    layer_budgets: Literal["uniform", "pyramid"] | dict[str, int | str] = Field(
+        default="uniform",
+        description="How the budget is spread over the sieved layers: 'uniform'; 'pyramid'"
+        " (PyramidKV: more in the first layers, the mean is the budget); or budgets by layers, such"
+        ' as {"3-9": 512, "10-29": "5%"}, which name every sieved layer once and are scaled if a'
+        " budget is given too. A request's own budget takes the mean's place: a pyramid is made"
+        " anew around it, budgets by layers are scaled.",
+    )
+    max_tiers: Annotated[int, Field(ge=1, le=100)] = Field(
+        default=3,
+        description="Different budgets that a pyramid may have; each makes cache groups, which cost"
+        " host time.",
     )
     mode: Literal["sieve", "shadow", "full"] = Field(
         default="sieve",
@@ -131,7 +213,12 @@ class SieveConfig(BaseModel):
     )
     observation_window: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=32,
-        description="Last queries of the prompt that score it, in tokens; always kept.",
+        description="Last queries of the prompt that score it, in tokens.",
+    )
+    num_recent_tokens: Annotated[int, Field(ge=0, le=1024)] | None = Field(
+        default=None,
+        description="Last tokens of the prompt that are always kept. Default: as many as the"
+        " observation window.",
     )
     pool_size: Annotated[int, Field(ge=1, le=511)] = Field(
         default=7,
@@ -147,6 +234,11 @@ class SieveConfig(BaseModel):
         description="First tokens of the prompt that are always kept.",
     )
 
+    protect_roles: tuple[str, ...] = Field(
+        default=(),
+        description="Chat roles whose messages are always kept, such as 'system'.",
+    )
+
     @field_validator("budget", "min_budget", "max_budget", "full_layers", mode="before")
     @classmethod
     def _no_booleans(cls, value: Any) -> Any:
@@ -158,17 +250,12 @@ class SieveConfig(BaseModel):
     @field_validator("budget")
     @classmethod
     def _budget_is_positive(cls, value: int | str) -> int | str:
-        if isinstance(value, str):
-            if _COUNT.match(value):
-                value = int(value)
-            else:
-                parse_share(value)
-                return value.replace(" ", "")
-        if value <= 0:
-            raise ValueError(f"a budget must be at least 1 token, got {value}")
-        if value > MAX_BUDGET:
-            raise ValueError(f"a budget must be at most {MAX_BUDGET} tokens")
-        return value
+        return parse_budget(value)
+
+    @field_validator("layer_budgets", mode="before")
+    @classmethod
+    def _layer_budgets_are_readable(cls, value: Any) -> Any:
+        return parse_layer_budgets(value)
 
     @field_validator("full_layers", mode="before")
     @classmethod
@@ -190,6 +277,21 @@ class SieveConfig(BaseModel):
             return tuple(sorted(set(value)))
         return value
 
+    @field_validator("protect_roles", mode="before")
+    @classmethod
+    def _roles_may_be_text(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("protect_roles")
+    @classmethod
+    def _roles_are_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for role in value:
+            if not _ROLE.fullmatch(role) or role == "none":
+                raise ValueError(f"{role[:40]!r} is no role of a chat, such as 'system'")
+        return tuple(dict.fromkeys(value))
+
     @field_validator("pool_size")
     @classmethod
     def _pool_is_odd(cls, value: int) -> int:
@@ -203,13 +305,16 @@ class SieveConfig(BaseModel):
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> SieveConfig:
         low, high = self.min_budget, self.max_budget
+        reasons = []
         if low is not None and high is not None and low > high:
-            raise ValueError(f"min_budget ({low}) is above max_budget ({high})")
-        if isinstance(self.budget, int):
-            if low is not None and self.budget < low:
-                raise ValueError(f"budget ({self.budget}) is below min_budget ({low})")
-            if high is not None and self.budget > high:
-                raise ValueError(f"budget ({self.budget}) is above max_budget ({high})")
+            reasons.append(f"min_budget ({low}) is above max_budget ({high})")
+        for name, tokens in self._budgets_in_tokens():
+            if low is not None and tokens < low:
+                reasons.append(f"{name} ({tokens}) is below min_budget ({low})")
+            if high is not None and tokens > high:
+                reasons.append(f"{name} ({tokens}) is above max_budget ({high})")
+        if reasons:
+            raise ValueError("; ".join(reasons))
         return self
 
     @classmethod
@@ -226,65 +331,88 @@ class SieveConfig(BaseModel):
         try:
             return cls.model_validate(dict(settings))
         except ValidationError as error:
-            raise ConfigError(_reasons(error, settings)) from None
+            raise ConfigError(reasons_of(error, settings, list(cls.model_fields))) from None
+
+    @property
+    def is_budget_used(self) -> bool:
+        """Whether `budget` counts: budgets by layers hold as they are if none was given."""
+        return isinstance(self.layer_budgets, str) or "budget" in self.model_fields_set
+
+    def _budgets_in_tokens(self) -> list[tuple[str, int]]:
+        """What is given in tokens of `budget` and of the budgets by layers, with its name."""
+        named: list[tuple[str, int | str]] = []
+        if self.is_budget_used:
+            named.append(("budget", self.budget))
+        if not isinstance(self.layer_budgets, str):
+            named += [(f"layer_budgets {k!r}", v) for k, v in self.layer_budgets.items()]
+        return [(name, value) for name, value in named if isinstance(value, int)]
 
     def budget_rule(self, block_size: int) -> BudgetRule:
         """The budget as a rule over prompt lengths, for the given manager block size.
 
+        Where budgets differ by layer it is the rule of their mean, if `is_budget_used`; which
+        layer gets what is said by `core.tiers.make_tiers`.
+
         Raises:
-            ConfigError: The budget can fall below the smallest legal one.
+            ConfigError: A budget can fall below the smallest legal one.
         """
-        floor = smallest_budget(self.observation_window, self.num_sink_tokens, block_size)
+        floor = self.smallest_legal_budget(block_size)
+        recent = "observation_window" if self.num_recent_tokens is None else "num_recent_tokens"
         made_of = (
-            f"observation_window {self.observation_window} + num_sink_tokens {self.num_sink_tokens}"
+            f"{recent} {self.recent_tokens} + num_sink_tokens {self.num_sink_tokens}"
             f" + one block of {block_size}"
         )
+        named = self._budgets_in_tokens()
+        for name, bound in (("min_budget", self.min_budget), ("max_budget", self.max_budget)):
+            if bound is not None:
+                named.append((name, bound))
         reasons = [
             f"{name} {value} is too small: the smallest legal budget is {floor} ({made_of})"
-            for name, value in (
-                ("budget", self.budget),
-                ("min_budget", self.min_budget),
-                ("max_budget", self.max_budget),
-            )
-            if isinstance(value, int) and value < floor
+            for name, value in named
+            if value < floor
         ]
         if reasons:
             raise ConfigError(reasons)
-        low = self.smallest_request_budget(block_size)
-        if isinstance(self.budget, int):
-            return BudgetRule(tokens=self.budget, min_tokens=low, max_tokens=self.max_budget)
-        return BudgetRule(
-            share=parse_share(self.budget), min_tokens=low, max_tokens=self.max_budget
+        return self._rule(self.budget, block_size)
+
+    def layer_rules(self, block_size: int) -> tuple[tuple[tuple[int, ...], BudgetRule], ...]:
+        """Layers and rule of each of the budgets by layers; empty if there are none.
+
+        Raises:
+            ConfigError: A budget can fall below the smallest legal one.
+        """
+        self.budget_rule(block_size)
+        if isinstance(self.layer_budgets, str):
+            return ()
+        return tuple(
+            (parse_layer_ranges(layers), self._rule(budget, block_size))
+            for layers, budget in self.layer_budgets.items()
         )
+
+    @property
+    def named_layers(self) -> set[int]:
+        """Layers that the budgets by layers name."""
+        if isinstance(self.layer_budgets, str):
+            return set()
+        return {layer for key in self.layer_budgets for layer in parse_layer_ranges(key)}
+
+    def _rule(self, budget: int | str, block_size: int) -> BudgetRule:
+        low = self.smallest_request_budget(block_size)
+        if isinstance(budget, int):
+            return BudgetRule(tokens=budget, min_tokens=low, max_tokens=self.max_budget)
+        return BudgetRule(share=parse_share(budget), min_tokens=low, max_tokens=self.max_budget)
+
+    def smallest_legal_budget(self, block_size: int) -> int:
+        """The smallest budget that any layer may have, in tokens."""
+        return smallest_budget(self.recent_tokens, self.num_sink_tokens, block_size)
 
     def smallest_request_budget(self, block_size: int) -> int:
         """The smallest budget that a request may have, in tokens."""
-        return self.min_budget or smallest_budget(
-            self.observation_window, self.num_sink_tokens, block_size
-        )
+        return self.min_budget or self.smallest_legal_budget(block_size)
 
-
-def _reasons(error: ValidationError, settings: Mapping[str, Any]) -> list[str]:
-    """Pydantic's findings as sentences that say what to do."""
-    known = list(SieveConfig.model_fields)
-    by_field: dict[str, list[str]] = {}
-    for finding in error.errors():
-        name = str(finding["loc"][0]) if finding["loc"] else ""
-        if finding["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(known)}"
-            by_field.setdefault(name, []).append(f"unknown setting {name!r}; {hint}")
-        else:
-            message = finding["msg"].removeprefix("Value error, ")
-            message = message[0].lower() + message[1:]
-            by_field.setdefault(name, []).append(message)
-    reasons = []
-    for name, messages in by_field.items():
-        if name in known:
-            # A union reports once for each branch; one sentence is enough.
-            what = " or ".join(dict.fromkeys(messages))
-            given = textwrap.shorten(repr(settings[name]), 80, placeholder="...")
-            reasons.append(f"{name}: {textwrap.shorten(what, 300)} (given: {given})")
-        else:
-            reasons.extend(messages)
-    return reasons
+    @property
+    def recent_tokens(self) -> int:
+        """Last tokens of the prompt that are always kept."""
+        if self.num_recent_tokens is None:
+            return self.observation_window
+        return self.num_recent_tokens

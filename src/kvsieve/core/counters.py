@@ -26,7 +26,8 @@ class SieveCounters:
         sieved_requests: Requests whose sieved layers were compacted, each counted once even
             if it was preempted and had to be sieved again.
         prompt_tokens: Prompt tokens of those, each prompt once and not once per layer.
-        kept_tokens: Of these, tokens that a sieved layer holds per KV head.
+        kept_tokens: Of these, tokens that a sieved layer holds per KV head; of each request
+            the mean over the sieved layers, rounded up.
         dropped_tokens: `prompt_tokens` less `kept_tokens`.
         freed_blocks: Blocks that went back to the pool because their tokens were dropped.
         compactions: Compactions of one request's cache in one layer, repeated ones included.
@@ -78,7 +79,8 @@ class SieveCounters:
 
         Args:
             prompt_tokens: Length of the original prompt, in tokens.
-            stored_tokens: Prompt tokens that a sieved layer holds, per KV head.
+            stored_tokens: Prompt tokens that a sieved layer holds, per KV head; the mean over
+                the sieved layers, rounded up, where budgets differ by layer.
             num_layers: Layers that were compacted.
             seconds: Host time, in seconds.
             mode: "sieve", or "shadow": nothing was moved, so nothing is kept or dropped.

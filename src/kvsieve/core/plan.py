@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvsieve.core.budget import BudgetRule, sieve_start
 from kvsieve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvsieve.core.tiers import LayerTier
 
 MAX_DEFAULT_GROUPS = 10
 """Groups that the default plan may make. Each group costs host time in every step
@@ -55,6 +60,10 @@ class Grouping:
         """Share of the pool that the padding wastes."""
         return self.padding_layers / (self.num_groups * self.group_size)
 
+    def num_groups_of(self, class_size: int) -> int:
+        """Groups that a class of this many layers makes."""
+        return math.ceil(class_size / self.group_size)
+
 
 def group_layers(*class_sizes: int) -> Grouping:
     """How vLLM groups layers of several classes with equal page sizes.
@@ -92,6 +101,42 @@ def default_full_count(num_sievable: int, num_untouched: int = 0) -> int:
         key = (round(grouping.padding_share, 6), abs(count - wanted), count)
         best = min(best, key) if best else key
     return best[2] if best else 0
+
+
+def tier_sizes(
+    num_full: int, num_sieved: int, num_untouched: int, max_tiers: int
+) -> tuple[int, ...]:
+    """How many sieved layers each of several tiers gets, so that grouping wastes little.
+
+    vLLM gives all cache groups the same number of layers. Tiers are therefore made of equal
+    units of layers; the unit is the one that pads least, then makes the fewest groups, then the
+    most even tiers. There are `max_tiers` tiers; fewer where so many would make more groups
+    than the default plan may have, but two if there can be two.
+
+    Args:
+        num_full: Layers that keep everything.
+        num_sieved: Sieved layers.
+        num_untouched: Layers that are not sieved for another reason.
+        max_tiers: The most tiers wanted.
+
+    Returns:
+        Number of layers of each tier.
+    """
+    num_tiers = min(max_tiers, num_sieved)
+    limit = max(MAX_DEFAULT_GROUPS, group_layers(num_full, num_sieved, num_untouched).num_groups)
+    while True:
+        choices = []
+        for unit in range(1, num_sieved // num_tiers + 1):
+            each, more = divmod(num_sieved // unit, num_tiers)
+            sizes = [unit * (each + (index < more)) for index in range(num_tiers)]
+            sizes[-1] += num_sieved % unit
+            grouping = group_layers(num_full, *sizes, num_untouched)
+            key = (grouping.num_groups > limit, grouping.padding_share, grouping.num_groups)
+            choices.append((*key, max(sizes) - min(sizes), -unit, tuple(sizes)))
+        is_crowded, *_, best = min(choices)
+        if not is_crowded or num_tiers <= 2:
+            return best
+        num_tiers -= 1
 
 
 def make_plan(
@@ -156,7 +201,7 @@ class RequestCost:
 
 def request_cost(
     plan: LayerPlan,
-    rule: BudgetRule | None,
+    budgets: BudgetRule | Sequence[LayerTier] | None,
     prompt_tokens: int,
     output_tokens: int,
     block_size: int,
@@ -166,24 +211,24 @@ def request_cost(
 
     Args:
         plan: The layer plan; untouched layers are counted as if they kept everything.
-        rule: The budget rule, or None for stock vLLM (one group, everything kept).
+        budgets: The budget of all sieved layers, or the tiers that they form; None for stock
+            vLLM (one group, everything kept).
         prompt_tokens: Length of the prompt, in tokens.
         output_tokens: Generated tokens that are in the cache.
         block_size: Block size of the cache manager, in tokens.
         page_bytes: Bytes of one block of one layer.
     """
     all_blocks = math.ceil((prompt_tokens + output_tokens) / block_size)
-    num_full = len(plan.full) + len(plan.untouched)
-    num_sieved = len(plan.sieved)
-    if rule is None:
-        return RequestCost(all_blocks, all_blocks * (num_full + num_sieved) * page_bytes)
-    grouping = group_layers(len(plan.full), num_sieved, len(plan.untouched))
-    freed = sieve_start(prompt_tokens, rule.tokens_for(prompt_tokens), block_size) // block_size
-    full_groups = sum(
-        math.ceil(size / grouping.group_size)
-        for size in (len(plan.full), len(plan.untouched))
-        if size
-    )
-    sieved_groups = grouping.num_groups - full_groups
-    blocks = full_groups * all_blocks + sieved_groups * (all_blocks - freed)
+    if budgets is None:
+        num_layers = len(plan.full) + len(plan.untouched) + len(plan.sieved)
+        return RequestCost(all_blocks, all_blocks * num_layers * page_bytes)
+    if isinstance(budgets, BudgetRule):
+        tiers = [(len(plan.sieved), budgets.tokens_for(prompt_tokens))]
+    else:
+        tiers = [(len(tier.layers), tier.rule.tokens_for(prompt_tokens)) for tier in budgets]
+    grouping = group_layers(len(plan.full), *(size for size, _ in tiers), len(plan.untouched))
+    kept = [(len(plan.full), 0), (len(plan.untouched), 0)]
+    for size, budget in tiers:
+        kept.append((size, sieve_start(prompt_tokens, budget, block_size) // block_size))
+    blocks = sum(grouping.num_groups_of(size) * (all_blocks - freed) for size, freed in kept)
     return RequestCost(blocks, blocks * grouping.group_size * page_bytes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvsieve.core.config import layer_list
 from kvsieve.core.treatment import Mode
 
 
@@ -43,6 +45,51 @@ class MassLost:
         )
 
 
+@dataclass(frozen=True)
+class TierStored:
+    """Prompt tokens that the layers of one tier hold.
+
+    Attributes:
+        layers: The layers, such as `"3-11"`.
+        stored_tokens: Tokens held per KV head.
+    """
+
+    layers: str
+    stored_tokens: int
+
+
+@dataclass(frozen=True)
+class LayersStored:
+    """Prompt tokens that the sieved layers hold of one prompt, as counted where rows moved.
+
+    Attributes:
+        prompt_tokens: Length of the prompt, in tokens.
+        counted: Tokens per KV head of each layer that was sieved, by layer number. All other
+            sieved layers hold the whole prompt.
+    """
+
+    prompt_tokens: int
+    counted: dict[int, int]
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Prompt tokens dropped per KV head, summed over the layers."""
+        return sum(self.prompt_tokens - stored for stored in self.counted.values())
+
+    def mean(self, num_layers: int) -> int:
+        """Mean over so many sieved layers, rounded up, in tokens."""
+        return self.prompt_tokens - self.dropped_tokens // num_layers
+
+    def by_tier(self, tiers: Sequence[tuple[int, ...]]) -> list[TierStored]:
+        """What each tier holds, of the layers that it has; a mean is rounded up."""
+        stored = []
+        for layers in tiers:
+            counted = {each: self.counted[each] for each in layers if each in self.counted}
+            mean = LayersStored(self.prompt_tokens, counted).mean(len(layers))
+            stored.append(TierStored(layer_list(layers).replace(", ", ","), mean))
+        return stored
+
+
 @dataclass
 class SieveReport:
     """What happened to the cache of one request.
@@ -54,16 +101,21 @@ class SieveReport:
     Attributes:
         policy: Name of the scoring policy.
         mode: "sieve", "shadow" or "full", as decided when the request arrived.
-        budget: Nominal budget of the request in tokens; None in mode "full".
+        budget: Nominal budget of the request in tokens, the mean over the sieved layers; None
+            in mode "full".
         sieved: Whether the sieved layers were compacted.
         prompt_tokens: Length of the original prompt, in tokens.
-        stored_tokens: Prompt tokens held per layer class (`"full"`, `"sieved"`), per KV head.
+        stored_tokens: Prompt tokens held per layer class (`"full"`, `"sieved"`), per KV head;
+            the mean over the sieved layers, rounded up, where budgets differ by layer.
         layers: Number of layers per layer class.
         dropped_tokens: Prompt tokens dropped per KV head, summed over layers.
         would_drop_tokens: In shadow mode, what `dropped_tokens` would have been.
         blocks_freed: Blocks that the sieve gave back while the request ran.
+        protected_tokens: Prompt tokens that are kept whatever their score: sinks, the last ones
+            and named spans. 0 if the prompt fits its budget.
         attention_mass_lost: Attention to what was, or would be, dropped; None if the
             prompt fits its budget, or the model's attention is not a number.
+        tiers: Prompt tokens held per tier; None if all sieved layers have the same budget.
     """
 
     policy: str
@@ -76,7 +128,9 @@ class SieveReport:
     dropped_tokens: int = 0
     would_drop_tokens: int = 0
     blocks_freed: int = 0
+    protected_tokens: int = 0
     attention_mass_lost: MassLost | None = None
+    tiers: list[TierStored] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -92,7 +146,7 @@ class SieveTotals:
         sieved_requests: Those whose sieved layers were compacted.
         shadow_requests: Those that were only scored.
         prompt_tokens: Prompt tokens of the sieved requests.
-        stored_tokens: Prompt tokens that a sieved layer held of them.
+        stored_tokens: Prompt tokens that a sieved layer held of them, in the mean.
         blocks_freed: Blocks that the sieve gave back.
         mass_lost: Sum over the sieved requests of the attention mass lost.
         shadow_mass_lost: Sum over the shadow requests of what would have been lost.
@@ -130,7 +184,7 @@ class SieveTotals:
         if self.sieved_requests:
             parts.append(
                 f"{self.sieved_requests} sieved: {self.prompt_tokens} prompt tokens,"
-                f" {self.stored_tokens} kept in each sieved layer, {self.blocks_freed} blocks"
+                f" {self.stored_tokens} kept per sieved layer, {self.blocks_freed} blocks"
                 f" freed, {100 * self.mass_lost / self.sieved_requests:.2f}% of attention lost"
             )
         if self.shadow_requests:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from kvsieve.core.budget import BudgetRule
 from kvsieve.core.config import SieveConfig, parse_share
 from kvsieve.core.errors import ConfigError
+from kvsieve.core.protection import KV_PROTECT_KEY, Spans, known_spans
 
 Mode = Literal["sieve", "shadow", "full"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -32,10 +33,12 @@ class Treatment:
         mode: "sieve" drops what does not fit the budget, "shadow" only scores and reports
             what a budget would drop, "full" does nothing.
         budget: The request's own budget; None for the one that the layers have.
+        spans: Positions of the prompt that are kept whatever their scores.
     """
 
     mode: Mode
     budget: BudgetRule | None = None
+    spans: Spans = ()
 
 
 def requested_budget(extra_args: Mapping[str, Any] | None) -> Any:
@@ -44,18 +47,38 @@ def requested_budget(extra_args: Mapping[str, Any] | None) -> Any:
     Raises:
         ValueError: There is a key that is nearly `kv_budget`, which would do nothing.
     """
+    return _requested(extra_args, KV_BUDGET_KEY)
+
+
+def requested_protection(extra_args: Mapping[str, Any] | None) -> Any:
+    """The `kv_protect` of a request as it was given; None if there is none.
+
+    Raises:
+        ValueError: There is a key that is nearly `kv_protect`, which would do nothing.
+    """
+    return _requested(extra_args, KV_PROTECT_KEY)
+
+
+def _requested(extra_args: Mapping[str, Any] | None, wanted: str) -> Any:
     if not extra_args:
         return None
-    if KV_BUDGET_KEY not in extra_args:
+    if wanted not in extra_args:
         for key in extra_args:
             # A setting that silently does nothing is worse than an error.
-            name = str(key)[: 2 * len(KV_BUDGET_KEY)].lower()
-            if difflib.SequenceMatcher(None, name, KV_BUDGET_KEY).ratio() > 0.8:
-                raise ValueError(f"unknown setting {key!r}; did you mean {KV_BUDGET_KEY!r}?")
-    return extra_args.get(KV_BUDGET_KEY)
+            name = str(key)[: 2 * len(wanted)].lower()
+            if difflib.SequenceMatcher(None, name, wanted).ratio() > 0.8:
+                raise ValueError(f"unknown setting {key!r}; did you mean {wanted!r}?")
+    return extra_args.get(wanted)
 
 
-def treat(mode: Mode, config: SieveConfig, kv_budget: Any, block_size: int) -> Treatment:
+def treat(
+    mode: Mode,
+    config: SieveConfig,
+    kv_budget: Any,
+    block_size: int,
+    kv_protect: Any = None,
+    prompt_tokens: int | None = None,
+) -> Treatment:
     """How a request is treated that asks for `kv_budget` under the engine's mode.
 
     Args:
@@ -64,14 +87,17 @@ def treat(mode: Mode, config: SieveConfig, kv_budget: Any, block_size: int) -> T
         kv_budget: What the request asks for: tokens, a share of the prompt ("10%" or a
             fraction below 1), "full", or None for the operator's budget.
         block_size: Block size of the cache manager, in tokens.
+        kv_protect: The spans that the request protects; roles were resolved before.
+        prompt_tokens: Length of the prompt, which spans must keep to; None if not known.
 
     Raises:
-        ValueError: The budget cannot be read, or is out of the operator's bounds.
+        ValueError: The budget or the spans cannot be read, or are out of bounds.
     """
     # Parsed in every mode: whether a request is valid must not depend on it.
     rule = _parse(config, kv_budget, block_size)
+    spans = known_spans(kv_protect, prompt_tokens)
     wants_full = kv_budget is not None and rule is None
-    return Treatment("full") if mode == "full" or wants_full else Treatment(mode, rule)
+    return Treatment("full") if mode == "full" or wants_full else Treatment(mode, rule, spans)
 
 
 def _parse(config: SieveConfig, kv_budget: Any, block_size: int) -> BudgetRule | None:

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvsieve.core.config import SieveConfig
 from kvsieve.demo.document import EXPECTED, QUESTION, demo_prompt, is_correct
 from kvsieve.demo.errors import DemoError
 from kvsieve.demo.measure import Measured, measure, num_layers
 from kvsieve.demo.model import MODEL_NAME, ensure_demo_model
+from kvsieve.policies import parse_settings
 from kvsieve.serving.server import ServerSpec, running
 
 FULL = "full"
@@ -72,7 +72,7 @@ def run_demo(
         ServerError: A server failed.
     """
     # The server refuses it too, but only after the first half of the demonstration.
-    SieveConfig.parse({"budget": budget}).budget_rule(BLOCK_SIZE)
+    parse_settings({"budget": budget}).budget_rule(BLOCK_SIZE)
     log = log_console or Console(stderr=True)
     model = ensure_demo_model(log)
     prompt = demo_prompt()

@@ -216,6 +216,16 @@ VLLM_SYMBOLS: tuple[VllmSymbol, ...] = (
     VllmSymbol(
         "vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", "switching the mode"
     ),
+    VllmSymbol("vllm.renderers.base", "BaseRenderer.render_chat", "protecting roles"),
+    VllmSymbol("vllm.renderers.base", "BaseRenderer.render_chat_async", "protecting roles"),
+    VllmSymbol("vllm.renderers.base", "BaseRenderer.render_messages", "protecting roles"),
+    VllmSymbol("vllm.renderers.base", "BaseRenderer.render_messages_async", "protecting roles"),
+    VllmSymbol("vllm.renderers.base", "BaseRenderer.tokenize_prompt", "protecting roles"),
+    VllmSymbol("vllm.renderers.base", "BaseRenderer.tokenize_prompt_async", "protecting roles"),
+    VllmSymbol(
+        "vllm.renderers.online_renderer", "OnlineRenderer.preprocess_chat", "protecting roles"
+    ),
+    VllmSymbol("vllm.renderers.params", "TokenizeParams.return_token_offsets", "protecting roles"),
 )
 
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsieve.core.config import CONFIG_KEY, SieveConfig
+from kvsieve.core.config import CONFIG_KEY
 from kvsieve.core.errors import ConfigError
 from kvsieve.engine.plugin import register
+from kvsieve.policies import parse_settings
 
 DEFAULT_HOST = "127.0.0.1"
 
@@ -66,9 +67,9 @@ def _with_settings(additional_config: Any, settings: dict[str, Any]) -> dict[str
     additional = dict(additional_config or {})
     given = additional.get(CONFIG_KEY, {})
     if not isinstance(given, dict):
-        SieveConfig.parse(given)
+        parse_settings(given)
     additional[CONFIG_KEY] = {**given, **settings}
-    SieveConfig.parse(additional[CONFIG_KEY])
+    parse_settings(additional[CONFIG_KEY])
     return additional
 
 

@@ -12,18 +12,20 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvsieve.core.config import CONFIG_KEY, SieveConfig
+from kvsieve.core.config import CONFIG_KEY, SieveConfig, layer_list
 from kvsieve.core.errors import ConfigError
 from kvsieve.core.plan import LayerPlan, group_layers, make_plan
+from kvsieve.core.tiers import LayerTier, make_tiers
 from kvsieve.engine.backends import ADAPTED_BACKENDS, adapter_for
 from kvsieve.engine.block_copies import BlockCopier
 from kvsieve.engine.builder import SIEVE_ATTRIBUTE, sieved_backend
+from kvsieve.engine.layers import SievedLayer, find_output_projection, find_rotary
 from kvsieve.engine.observer import Observer
 from kvsieve.engine.rows import row_reader
-from kvsieve.engine.sieve import Sieve, SievedLayer
+from kvsieve.engine.sieve import Sieve
 from kvsieve.engine.spec import sieved_spec
-from kvsieve.engine.windows import num_ring_slots
-from kvsieve.policies import policy_from_config
+from kvsieve.engine.windows import num_ring_slots, watched_queries
+from kvsieve.policies import Policy, parse_settings, policy_from_config
 
 logger = init_logger("vllm.kvsieve.install")
 
@@ -42,9 +44,8 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
     Raises:
         ConfigError: A layer cannot be sieved, or none would be; every reason at once.
     """
-    config = SieveConfig.parse(vllm_config.additional_config[CONFIG_KEY])
+    config = parse_settings(vllm_config.additional_config[CONFIG_KEY])
     block_size = vllm_config.cache_config.block_size
-    rule = config.budget_rule(block_size)
     context = vllm_config.compilation_config.static_forward_context
     sievable, untouched = _classify_layers(context, vllm_config)
     plan = make_plan(
@@ -52,6 +53,8 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
         tuple(extract_layer_index(name) for name in untouched),
         config.full_layers,
     )
+    tiers = make_tiers(config, plan, block_size)
+    rule_of = {layer: tier.rule for tier in tiers for layer in tier.layers}
     modules = {
         name: module
         for name, (module, _) in sievable.items()
@@ -59,25 +62,34 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
     }
     _refuse(modules, context.values(), block_size)
 
+    policy = policy_from_config(config)
+    model = runner.get_model()
+    needs_projection = "output_norms" in policy.looks_at
     layers = [
         SievedLayer(
             name,
             extract_layer_index(name),
             module,
-            sieved_spec(sievable[name][1], rule, config.observation_window),
+            sieved_spec(
+                sievable[name][1], rule_of[extract_layer_index(name)], watched_queries(policy)
+            ),
+            find_rotary(model, name),
+            find_output_projection(model, name, module) if needs_projection else None,
         )
         for name, module in modules.items()
     ]
+    _refuse_blind(policy, layers)
     first = layers[0].module
     observer = Observer(
         layer_names=modules,
         num_slots=num_ring_slots(
             config,
+            policy,
             block_size,
             vllm_config.scheduler_config.max_num_batched_tokens,
             vllm_config.scheduler_config.max_num_seqs,
         ),
-        window=config.observation_window,
+        window=policy.observation_window,
         num_heads=first.num_heads,
         head_size=first.head_size,
         dtype=first.dtype,
@@ -85,14 +97,14 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
     )
     sieve = Sieve(
         layers,
-        policy_from_config(config),
+        policy,
         observer,
         row_reader(runner, is_v2),
         BlockCopier(runner),
     )
     for layer in layers:
         _install_layer(layer, sieve)
-    _log_plan(plan, config, str(rule), observer, sieve.scratch_bytes(vllm_config))
+    _log_plan(plan, tiers, config, policy, observer, sieve.scratch_bytes(vllm_config))
     return sieve
 
 
@@ -146,6 +158,24 @@ def _refuse(modules: dict[str, Any], all_layers: Iterable[Any], block_size: int)
         raise ConfigError(list(dict.fromkeys(reasons)))
 
 
+def _refuse_blind(policy: Policy, layers: Iterable[SievedLayer]) -> None:
+    """Refuse a policy that looks at something that the model does not show."""
+    reasons = []
+    for layer in layers:
+        if "output_norms" in policy.looks_at and layer.output_projection is None:
+            reasons.append(
+                f"the policy {policy.name} needs the output projection of {layer.name}, and there"
+                " is no o_proj beside it; choose another policy"
+            )
+        if "rotary" in policy.looks_at and layer.rotary is None:
+            reasons.append(
+                f"the policy {policy.name} needs the rotary embedding of {layer.name}, and there"
+                " is none that it can read; choose another policy"
+            )
+    if reasons:
+        raise ConfigError(reasons[:3])
+
+
 def _install_layer(layer: SievedLayer, sieve: Sieve) -> None:
     """Give one layer its spec, its back-end and its observer."""
     module = layer.module
@@ -156,15 +186,28 @@ def _install_layer(layer: SievedLayer, sieve: Sieve) -> None:
 
     def forward(attention_layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sieve.observe(layer.name, query)
-        return stock_forward(attention_layer, query, *args, **kwargs)
+        output = stock_forward(attention_layer, query, *args, **kwargs)
+        sieve.gather(layer.name, query)
+        return output
 
     module.impl.forward = forward
 
 
 def _log_plan(
-    plan: LayerPlan, config: SieveConfig, rule: str, observer: Observer, scratch_bytes: int
+    plan: LayerPlan,
+    tiers: tuple[LayerTier, ...],
+    config: SieveConfig,
+    policy: Policy,
+    observer: Observer,
+    scratch_bytes: int,
 ) -> None:
-    grouping = group_layers(len(plan.full), len(plan.sieved), len(plan.untouched))
+    grouping = group_layers(
+        len(plan.full), *(len(tier.layers) for tier in tiers), len(plan.untouched)
+    )
+    budgets = "; ".join(
+        str(tier.rule) if len(tiers) == 1 else f"layers {layer_list(tier.layers)}: {tier.rule}"
+        for tier in tiers
+    )
     logger.info(
         "kvsieve: mode %s, %s over %d sieved layers, budget %s; full layers: %s; untouched layers:"
         " %s; %d cache groups of %d layers, %.1f%% padding; window %d, pooling %s %d, %d sinks;"
@@ -172,16 +215,16 @@ def _log_plan(
         config.mode,
         config.policy,
         len(plan.sieved),
-        rule,
-        ",".join(map(str, plan.full)) or "none",
-        ",".join(map(str, plan.untouched)) or "none",
+        budgets,
+        layer_list(plan.full),
+        layer_list(plan.untouched),
         grouping.num_groups,
         grouping.group_size,
         100 * grouping.padding_share,
-        config.observation_window,
-        config.pooling,
-        config.pool_size,
-        config.num_sink_tokens,
+        policy.observation_window,
+        policy.pooling,
+        policy.pool_size,
+        policy.num_sink_tokens,
         observer.num_bytes / 2**20,
         scratch_bytes / 2**20,
     )

@@ -59,6 +59,7 @@ class Observer:
         device: torch.device,
     ) -> None:
         self.window = window
+        self.num_slots = num_slots
         self._device = device
         shape = (num_slots * window, num_heads, head_size)
         self._rings = {name: torch.empty(shape, dtype=dtype, device=device) for name in layer_names}
@@ -84,7 +85,7 @@ class Observer:
         Raises:
             SieveInvariantError: A window was not observed from its first query on.
         """
-        first = rows.prompt_lens - self.window
+        first = np.maximum(rows.prompt_lens - self.window, 0)
         begin = np.maximum(rows.num_computed, first)
         end = np.minimum(rows.num_computed + rows.query_lens, rows.prompt_lens)
         source: list[np.ndarray] = []
@@ -131,24 +132,25 @@ class Observer:
         rows = query.index_select(0, observation.source)
         self._rings[layer_name].index_copy_(0, observation.target, rows)
 
-    def queries(self, layer_name: str, request_id: str) -> torch.Tensor:
+    def queries(self, layer_name: str, request_id: str, prompt_tokens: int) -> torch.Tensor:
         """The window of a request whose prompt is complete.
 
         Returns:
-            [window, num_heads, head_size], a view into the ring.
+            [min(window, prompt_tokens), num_heads, head_size], a view into the ring.
 
         Raises:
             SieveInvariantError: The window is not complete.
         """
         window = self._open.get(request_id)
-        if window is None or window.filled != self.window:
+        wanted = min(self.window, prompt_tokens)
+        if window is None or window.filled != wanted:
             filled = 0 if window is None else window.filled
             raise SieveInvariantError(
-                f"the prompt of request {request_id} ended with {filled} of {self.window} window"
+                f"the prompt of request {request_id} ended with {filled} of {wanted} window"
                 " queries observed"
             )
         begin = window.slot * self.window
-        return self._rings[layer_name][begin : begin + self.window]
+        return self._rings[layer_name][begin : begin + wanted]
 
     def close(self, request_ids: Iterable[str]) -> None:
         """Give back the windows of requests that were scored, ended or were preempted."""

@@ -9,9 +9,17 @@ from typing import Any
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
 from kvsieve.core.forcing import FORCED_TOKENS_KEY, check_forced_tokens
+from kvsieve.core.protection import KV_PROTECT_KEY
 from kvsieve.core.treatment import KV_BUDGET_KEY, requested_budget, treat
 from kvsieve.engine.activation import is_configured
+from kvsieve.engine.frontend.protected_roles import (
+    carry_spans,
+    install_rendered_chats,
+    protected_spans,
+    refusing,
+)
 from kvsieve.engine.wrapping import wrap
+from kvsieve.policies import parse_settings
 
 CPU_BLOCK_SIZE = 32
 """Block size on CPUs unless the user chose one, in tokens. vLLM's 128 there would turn a
@@ -35,6 +43,7 @@ def register() -> None:
 
     wrap(EngineArgs, "create_engine_config", _create_engine_config)
     wrap(InputProcessor, "process_inputs", _process_inputs)
+    install_rendered_chats()
     install_mode_call()
     install_mode_route()
     install_doors()
@@ -55,7 +64,7 @@ def _create_engine_config(
         return stock(engine_args, *args, **kwargs)
     from vllm.platforms import current_platform
 
-    config = SieveConfig.parse(additional[CONFIG_KEY])
+    config = parse_settings(additional[CONFIG_KEY])
     if current_platform.is_cpu() and engine_args.block_size is None:
         engine_args.block_size = CPU_BLOCK_SIZE
     vllm_config = stock(engine_args, *args, **kwargs)
@@ -70,7 +79,7 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
     this kind of error with status 400.
 
     Raises:
-        VLLMValidationError: The request cannot be served, or its `kv_budget` or
+        VLLMValidationError: The request cannot be served, or its `kv_budget`, `kv_protect` or
             `forced_tokens` are wrong.
     """
     vllm_config = processor.vllm_config
@@ -84,14 +93,13 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
             "streaming input is not served together with kvsieve: a prompt that grows would move"
             " the start of what is kept; send the whole prompt in one request"
         )
-    config = SieveConfig.parse(vllm_config.additional_config[CONFIG_KEY])
+    config = parse_settings(vllm_config.additional_config[CONFIG_KEY])
     params = call.get("params")
     extra_args = getattr(params, "extra_args", None)
-    parameter = KV_BUDGET_KEY
-    try:
-        kv_budget = requested_budget(extra_args)
-        treat(config.mode, config, kv_budget, vllm_config.cache_config.block_size)
-        parameter = FORCED_TOKENS_KEY
+    block_size = vllm_config.cache_config.block_size
+    with refusing(KV_BUDGET_KEY):
+        treat(config.mode, config, requested_budget(extra_args), block_size)
+    with refusing(FORCED_TOKENS_KEY):
         forces = check_forced_tokens(
             extra_args,
             is_allowed=config.forced_tokens,
@@ -100,9 +108,16 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
         )
         if forces and getattr(params, "structured_outputs", None) is not None:
             raise ValueError(f"{FORCED_TOKENS_KEY} cannot follow a grammar: leave out one of them")
-    except ValueError as error:
-        raise VLLMValidationError(str(error), parameter=parameter) from None
-    return stock(processor, *args, **kwargs)
+    request = stock(processor, *args, **kwargs)
+    if request.sampling_params is not None:
+        # What vLLM made of the prompt says how long it is, in whatever form it came.
+        ids, embeds = request.prompt_token_ids, request.prompt_embeds
+        num_tokens = len(ids if ids is not None else embeds)
+        with refusing(KV_PROTECT_KEY):
+            spans = protected_spans(vllm_config, extra_args, call.get("prompt"), num_tokens)
+        if spans is not None:
+            carry_spans(request, spans)
+    return request
 
 
 def activate(vllm_config: Any, config: SieveConfig) -> None:

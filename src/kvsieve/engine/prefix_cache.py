@@ -67,7 +67,8 @@ def bind_prefix_cache_rules(kv_cache_manager: KVCacheManager, requests: PlannedR
         hit = hit_of_at_most(request, request.num_prompt_tokens - window)
         if _tail_can_be_copied(kv_cache_manager, request, hit[0].blocks):
             return hit
-        return hit_of_at_most(request, min(plan.starts))
+        # Something would be overwritten, so there is a start; a tier that keeps all has none.
+        return hit_of_at_most(request, min(start for start in plan.starts if start))
 
     coordinator.cache_blocks = cache_blocks
     coordinator.find_longest_cache_hit = find_longest_cache_hit

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from kvsieve.core.counters import SieveCounters
-from kvsieve.core.report import MassLost, SieveReport, SieveTotals
+from kvsieve.core.protection import count_protected
+from kvsieve.core.report import LayersStored, MassLost, SieveReport, SieveTotals, TierStored
 from kvsieve.engine.manager import SievedManager
-from kvsieve.engine.requests import PlannedRequests
+from kvsieve.engine.requests import PlannedRequest, PlannedRequests
 from kvsieve.engine.worker_report import SievedRow
+from kvsieve.policies import Policy
 
 logger = init_logger("vllm.kvsieve.scheduler")
 
@@ -23,23 +26,26 @@ class Proof:
     """What the worker and the cache managers say about the requests of one scheduler.
 
     Args:
-        policy: Name of the scoring policy.
+        policy: How tokens are ranked and chosen.
         layers: Number of layers per layer class.
         requests: The scheduler's plans.
         managers: The managers of the sieved groups.
+        tiers: Numbers of the layers of each tier, by their first; there is at least one.
     """
 
     def __init__(
         self,
-        policy: str,
+        policy: Policy,
         layers: dict[str, int],
         requests: PlannedRequests,
         managers: tuple[SievedManager, ...],
+        tiers: Sequence[tuple[int, ...]],
     ) -> None:
         self._policy = policy
         self._layers = layers
         self._requests = requests
         self._managers = managers
+        self._tiers = tiers
         self.counters = SieveCounters()
         self._rows: dict[str, SievedRow] = {}
         self._totals = SieveTotals()
@@ -49,7 +55,7 @@ class Proof:
         """Keep and count what the worker did to a request."""
         self.counters.add_row(
             prompt_tokens=row.prompt_tokens,
-            stored_tokens=row.stored_tokens,
+            stored_tokens=row.stored.mean(self._layers["sieved"]),
             num_layers=len(row.layers),
             seconds=row.seconds,
             mode=row.mode,
@@ -70,30 +76,45 @@ class Proof:
         """What is known of a request that is still there."""
         request_id = request.request_id
         plan = self._requests[request_id]
-        rule = plan.treatment.budget or self._requests.tiers[0].budget
         prompt_tokens = request.num_prompt_tokens
+        budget = self._requests.tiers[0].budget.mean_for(prompt_tokens, plan.treatment.budget)
         report = SieveReport(
-            policy=self._policy,
+            policy=self._policy.name,
             mode=plan.treatment.mode,
-            budget=None if plan.treatment.mode == "full" else rule.tokens_for(prompt_tokens),
+            budget=None if plan.treatment.mode == "full" else budget,
             sieved=False,
             prompt_tokens=prompt_tokens,
             stored_tokens=dict.fromkeys(self._layers, prompt_tokens),
             layers=self._layers,
+            tiers=self._by_tier(LayersStored(prompt_tokens, {})),
+            protected_tokens=self._num_protected(plan),
         )
         row = self._rows.get(request_id)
         if row is None:
             return report
         report.attention_mass_lost = MassLost.of(row.layers, row.mass_lost)
-        dropped = (row.prompt_tokens - row.stored_tokens) * len(row.layers)
         if row.mode == "shadow":
-            report.would_drop_tokens = dropped
+            report.would_drop_tokens = row.stored.dropped_tokens
             return report
         report.sieved = True
-        report.stored_tokens["sieved"] = row.stored_tokens
-        report.dropped_tokens = dropped
+        report.stored_tokens["sieved"] = row.stored.mean(self._layers["sieved"])
+        report.dropped_tokens = row.stored.dropped_tokens
+        report.tiers = self._by_tier(row.stored)
         report.blocks_freed = self._num_freed(request_id)
         return report
+
+    def _num_protected(self, plan: PlannedRequest) -> int:
+        if not plan.is_observed:
+            return 0
+        return count_protected(
+            plan.prompt_tokens,
+            plan.treatment.spans,
+            self._policy.num_sink_tokens,
+            self._policy.num_recent_tokens,
+        )
+
+    def _by_tier(self, stored: LayersStored) -> list[TierStored] | None:
+        return stored.by_tier(self._tiers) if len(self._tiers) > 1 else None
 
     def finish(self, request: Request) -> SieveReport:
         """The last report of a request that ends."""

@@ -13,16 +13,17 @@ from typing import Protocol
 
 from kvsieve.core.budget import BudgetRule
 from kvsieve.core.errors import SieveInvariantError
+from kvsieve.core.tiers import TierRule
 from kvsieve.core.treatment import Treatment
 
 
 class Tier(Protocol):
     """Sieved layers of one budget: what a plan must know of a `SievedAttentionSpec`."""
 
-    budget: BudgetRule
+    budget: TierRule
     observation_window: int
 
-    def start(self, prompt_tokens: int, budget: BudgetRule | None = None) -> int:
+    def start(self, prompt_tokens: int, requested: BudgetRule | None = None) -> int:
         """First position that the layers hold once a prompt of this length is sieved."""
         ...
 

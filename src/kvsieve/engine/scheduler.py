@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -13,8 +14,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvsieve.core.config import CONFIG_KEY, SieveConfig
-from kvsieve.core.treatment import Mode, Treatment, check_mode, requested_budget, treat
+from kvsieve.core.config import CONFIG_KEY
+from kvsieve.core.treatment import (
+    Mode,
+    Treatment,
+    check_mode,
+    requested_budget,
+    requested_protection,
+    treat,
+)
 from kvsieve.engine.allocation import bind_decode_shortcut
 from kvsieve.engine.manager import SievedManager
 from kvsieve.engine.prefix_cache import bind_prefix_cache_rules
@@ -22,8 +30,9 @@ from kvsieve.engine.proof import Proof
 from kvsieve.engine.requests import PlannedRequests
 from kvsieve.engine.step_message import StepMessage, attach_message
 from kvsieve.engine.tail_copies import TailCopies
-from kvsieve.engine.windows import OpenWindows, num_ring_slots
+from kvsieve.engine.windows import OpenWindows, num_ring_slots, watched_queries
 from kvsieve.engine.worker_report import take_rows
+from kvsieve.policies import parse_settings, policy_from_config
 
 logger = init_logger("vllm.kvsieve.scheduler")
 
@@ -49,7 +58,9 @@ class SieveSchedulerMixin(_Base):
             for manager in self.kv_cache_manager.coordinator.single_type_managers
             if isinstance(manager, SievedManager)
         )
-        self._config = SieveConfig.parse(self.vllm_config.additional_config[CONFIG_KEY])
+        self._config = parse_settings(self.vllm_config.additional_config[CONFIG_KEY])
+        policy = policy_from_config(self._config)
+        self._watched = watched_queries(policy)
         self._block_size = self.sieved_managers[0].spec.manager_block_size
         self._mode: Mode = self._config.mode
         self.planned = PlannedRequests(manager.spec for manager in self.sieved_managers)
@@ -58,14 +69,20 @@ class SieveSchedulerMixin(_Base):
         bind_prefix_cache_rules(self.kv_cache_manager, self.planned)
         bind_decode_shortcut(self.kv_cache_manager)
         layers = {"full": 0, "sieved": 0}
+        of_tier: dict[Any, list[int]] = {}
         for group in self.kv_cache_config.kv_cache_groups:
             kind = "sieved" if group.kv_cache_spec in self.planned.tiers else "full"
             layers[kind] += len(group.layer_names)
-        self.proof = Proof(self._config.policy, layers, self.planned, self.sieved_managers)
+            if kind == "sieved":
+                numbers = map(extract_layer_index, group.layer_names)
+                of_tier.setdefault(group.kv_cache_spec, []).extend(numbers)
+        tiers = sorted(tuple(sorted(numbers)) for numbers in of_tier.values())
+        self.proof = Proof(policy, layers, self.planned, self.sieved_managers, tiers)
         self.tail_copies = TailCopies(self.kv_cache_manager.block_pool, self.sieved_managers)
         self.windows = OpenWindows(
             num_ring_slots(
                 self._config,
+                policy,
                 self._block_size,
                 self.scheduler_config.max_num_batched_tokens,
                 self.scheduler_config.max_num_seqs,
@@ -128,7 +145,14 @@ class SieveSchedulerMixin(_Base):
     def _treatment(self, request: Request) -> Treatment:
         extra_args = request.sampling_params and request.sampling_params.extra_args
         try:
-            return treat(self._mode, self._config, requested_budget(extra_args), self._block_size)
+            return treat(
+                self._mode,
+                self._config,
+                requested_budget(extra_args),
+                self._block_size,
+                requested_protection(extra_args),
+                request.num_prompt_tokens,
+            )
         except ValueError as error:
             # The front end has checked it (`plugin.py`). If one did not, nobody else may suffer.
             logger.error("kvsieve: request %s keeps everything: %s", request.request_id, error)
@@ -162,12 +186,11 @@ class SieveSchedulerMixin(_Base):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        window = self._config.observation_window
         ending: list[Request] = []
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             after, prompt_tokens = request.num_computed_tokens, request.num_prompt_tokens
-            if after - num_scheduled >= prompt_tokens or after <= prompt_tokens - window:
+            if after - num_scheduled >= prompt_tokens or after <= prompt_tokens - self._watched:
                 continue
             plan = self.planned[request_id]
             if plan.is_observed:
@@ -206,7 +229,7 @@ class SieveSchedulerMixin(_Base):
         plan = self.planned[request.request_id]
         if plan.is_sieved:
             num_new_tokens = min(num_new_tokens, rest_of_prompt)
-        before_window = max(0, rest_of_prompt - self._config.observation_window)
+        before_window = max(0, rest_of_prompt - self._watched)
         if (
             plan.is_observed
             and num_new_tokens > before_window

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kvsieve.engine.backends import adapter_for
+from kvsieve.engine.accumulation import Accumulation
+from kvsieve.engine.backends import CachedPrompt, adapter_for
 from kvsieve.engine.block_copies import MAX_COPY_BYTES, BlockCopier
+from kvsieve.engine.layers import SievedLayer
 from kvsieve.engine.observer import Observer
 from kvsieve.engine.requests import PlannedRequests
 from kvsieve.engine.rows import RowReader
@@ -19,24 +20,7 @@ from kvsieve.engine.spec import SievedAttentionSpec
 from kvsieve.engine.step import Step
 from kvsieve.engine.step_message import StepMessage, read_message
 from kvsieve.engine.worker_report import SievedRow
-from kvsieve.policies import Policy
-
-
-@dataclass(frozen=True)
-class SievedLayer:
-    """One sieved layer of the model.
-
-    Attributes:
-        name: vLLM's name of its `Attention` module.
-        number: Its number in the model.
-        module: That module.
-        spec: Its cache spec.
-    """
-
-    name: str
-    number: int
-    module: Any
-    spec: SievedAttentionSpec
+from kvsieve.policies import Chunk, Policy, attention_mass_lost
 
 
 class Sieve:
@@ -65,7 +49,8 @@ class Sieve:
         self.step: Step | None = None
         self._rows = rows
         self._copier = copier
-        self._spec_of = {layer.name: layer.spec for layer in layers}
+        self._layer_of = {layer.name: layer for layer in layers}
+        self._gathers = Accumulation(policy.accumulator) if policy.accumulator else None
         self._group_of: dict[str, str] = {}
         self._message = StepMessage()
         self._finished: dict[str, SievedRow] = {}
@@ -79,18 +64,24 @@ class Sieve:
             Their spec.
         """
         self._group_of.update(dict.fromkeys(layer_names, layer_names[0]))
-        return self._spec_of[layer_names[0]]
+        return self._layer_of[layer_names[0]].spec
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Forget requests that ended or were preempted, learn of new ones, open a step."""
-        self.observer.close(scheduler_output.finished_req_ids)
-        self.observer.close(scheduler_output.preempted_req_ids or ())
+        self._forget(scheduler_output.finished_req_ids)
+        self._forget(scheduler_output.preempted_req_ids or ())
         # An id may end and come again in one step: forget first.
         self.requests.forget(scheduler_output.finished_req_ids)
         self._message = read_message(scheduler_output)
         for request_id, (prompt_tokens, treatment) in self._message.new_requests.items():
             self.requests.add(request_id, prompt_tokens, treatment)
         self.step = Step(self.requests)
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what was seen of prompts that were scored, ended or were preempted."""
+        self.observer.close(request_ids)
+        if self._gathers is not None:
+            self._gathers.close(request_ids)
 
     def enter_group(
         self, first_layer: str, common: CommonAttentionMetadata, block_size: int
@@ -111,6 +102,33 @@ class Sieve:
         if self.step is not None and self.step.observation is not None:
             self.observer.record(layer_name, query, self.step.observation)
 
+    def gather(self, layer_name: str, query: torch.Tensor) -> None:
+        """Let the policy look at a step's prompt queries. Called after a layer's attention.
+
+        By then the step's keys are in the cache, whoever writes them.
+
+        Args:
+            layer_name: The layer.
+            query: [num_tokens, num_heads, head_size] or flattened, rotary embedding applied.
+        """
+        step = self.step
+        if self._gathers is None or step is None or step.rows is None:
+            return
+        layer = self._layer_of[layer_name]
+        queries = query.view(-1, layer.module.num_heads, layer.module.head_size)
+
+        def make_chunk(row: int, tokens: slice, first: int, prompt_tokens: int) -> Chunk:
+            prompt = self._prompt(step, layer, row, prompt_tokens)
+            return adapter_for(layer.module.backend.name).chunk(prompt, queries[tokens], first)
+
+        self._gathers.record(layer_name, step.rows, step.observed, make_chunk)
+
+    def _prompt(self, step: Step, layer: SievedLayer, row: int, prompt_tokens: int) -> CachedPrompt:
+        block_table, block_size = step.block_tables[self._group_of[layer.name]]
+        return CachedPrompt(
+            layer, block_table[row, : -(-prompt_tokens // block_size)], prompt_tokens
+        )
+
     def end_step(self) -> None:
         """Score and compact every prompt that ended in the step.
 
@@ -126,7 +144,7 @@ class Sieve:
         for row in sorted(finishing):
             request_id = step.rows.request_ids[row]
             self._finished[request_id] = self._sieve_row(step, row)
-            self.observer.close([request_id])
+            self._forget([request_id])
 
     def _sieve_row(self, step: Step, row: int) -> SievedRow:
         """Score one prompt in every layer, and move its rows unless it is only watched."""
@@ -134,34 +152,34 @@ class Sieve:
         assert step.rows is not None
         request_id = step.rows.request_ids[row]
         prompt_tokens = int(step.rows.prompt_lens[row])
-        mode = self.requests[request_id].treatment.mode
-        stored = 0
+        treatment = self.requests[request_id].treatment
+        stored: list[int] = []
         numbers: list[int] = []
         mass_lost: list[torch.Tensor] = []
         for layer in self.layers:
             start = int(step.view(layer.spec).planned[row])
             if not start:
                 continue
-            block_table, block_size = step.block_tables[self._group_of[layer.name]]
-            selection = adapter_for(layer.module.backend.name).sieve(
-                layer.module.kv_cache,
-                block_table[row, : -(-prompt_tokens // block_size)],
-                self.observer.queries(layer.name, request_id),
-                layer.module.impl.scale,
-                self.policy,
-                prompt_tokens,
-                start,
-                move=mode == "sieve",
+            gathered = None
+            if self._gathers is not None:
+                gathered = self._gathers.state(layer.name, request_id, prompt_tokens)
+            evidence = adapter_for(layer.module.backend.name).evidence(
+                self._prompt(step, layer, row, prompt_tokens),
+                self.observer.queries(layer.name, request_id, prompt_tokens),
+                gathered,
             )
+            positions = self.policy.choose(evidence, prompt_tokens - start, treatment.spans)
+            mass_lost.append(attention_mass_lost(evidence.window_attention(), positions))
+            if treatment.mode == "sieve":
+                evidence.compact(positions, start)
             if self.on_select is not None:
-                self.on_select(request_id, layer.name, selection.positions)
-            stored = selection.positions.shape[1] + self.policy.observation_window
+                self.on_select(request_id, layer.name, positions)
+            stored.append(positions.shape[1])
             numbers.append(layer.number)
-            mass_lost.append(selection.mass_lost)
         return SievedRow(
-            mode=mode,
+            mode=treatment.mode,
             prompt_tokens=prompt_tokens,
-            stored_tokens=stored,
+            stored_tokens=tuple(stored),
             layers=tuple(numbers),
             # One transfer from the device for all layers.
             mass_lost=tuple(torch.stack(mass_lost).tolist()),
@@ -169,9 +187,13 @@ class Sieve:
         )
 
     def scratch_bytes(self, vllm_config: Any) -> int:
-        """Bytes that scoring, compacting and copying hold at once, beyond cache and rings."""
+        """Bytes that gathering, scoring, compacting and copying need, beyond cache and rings.
+
+        Scoring takes one layer at a time. What a policy gathers stays until its prompt ends, for
+        as many prompts as may be read at once.
+        """
         longest = vllm_config.model_config.max_model_len
-        return max(
+        at_once = max(
             MAX_COPY_BYTES,
             *(
                 adapter_for(layer.module.backend.name).scratch_bytes(
@@ -180,6 +202,18 @@ class Sieve:
                 for layer in self.layers
             ),
         )
+        if self.policy.accumulator is None:
+            return at_once
+        gathered = sum(
+            self.policy.accumulator.num_bytes(
+                longest,
+                layer.module.num_heads,
+                layer.module.num_kv_heads,
+                layer.module.head_size,
+            )
+            for layer in self.layers
+        )
+        return at_once + self.observer.num_slots * gathered
 
     def take_finished(self) -> dict[str, SievedRow]:
         """Counts of the prompts sieved since the last call, by request id."""

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvsieve.core.budget import BudgetRule, sieve_start
+from kvsieve.core.tiers import TierRule
 from kvsieve.engine.manager import SievedManager
 
 
@@ -25,7 +26,8 @@ class SievedAttentionSpec(AttentionSpec):
     one group with the full layers.
 
     Attributes:
-        budget: Nominal budget as a function of the prompt length.
+        budget: Nominal budget of the layer's tier, as a function of prompt length and request.
+            The rules of two tiers are never equal, so vLLM makes groups of them separately.
         observation_window: Last prompt tokens that a prefix-cache hit must leave to
             compute, because their queries score the prompt.
         manager_block_size: Block size of the cache manager, in tokens. `block_size`
@@ -33,18 +35,19 @@ class SievedAttentionSpec(AttentionSpec):
             builder gets; the start of the kept region follows the manager's.
     """
 
-    budget: BudgetRule
+    budget: TierRule
     observation_window: int
     manager_block_size: int
 
-    def start(self, prompt_tokens: int, budget: BudgetRule | None = None) -> int:
+    def start(self, prompt_tokens: int, requested: BudgetRule | None = None) -> int:
         """First position that the layer holds once a prompt of this length is sieved.
 
         Args:
             prompt_tokens: The original prompt length.
-            budget: A request's own budget; None for the layer's.
+            requested: A request's own budget, for the mean over all sieved layers; None for
+                the operator's.
         """
-        tokens = (budget or self.budget).tokens_for(prompt_tokens)
+        tokens = self.budget.tokens_for(prompt_tokens, requested)
         return sieve_start(prompt_tokens, tokens, self.manager_block_size)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
@@ -63,7 +66,7 @@ class SievedAttentionSpec(AttentionSpec):
 
 
 def sieved_spec(
-    stock: FullAttentionSpec, budget: BudgetRule, observation_window: int
+    stock: FullAttentionSpec, budget: TierRule, observation_window: int
 ) -> SievedAttentionSpec:
     """The sieved spec of a layer whose stock spec is full attention."""
     common = {field.name: getattr(stock, field.name) for field in fields(AttentionSpec)}

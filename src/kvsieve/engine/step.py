@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -120,8 +121,13 @@ class Step:
     def observe(self, observer: Observer) -> None:
         """Decide which of the step's queries belong to an observation window."""
         assert self.rows is not None
-        observed = [self.view(spec).planned > 0 for spec in self.requests.tiers]
-        self.observation = observer.plan(self.rows, np.logical_or.reduce(observed))
+        self.observation = observer.plan(self.rows, self.observed)
+
+    @cached_property
+    def observed(self) -> np.ndarray:
+        """[num_rows] bool, whether the row's prompt is (or was) scored when it ends."""
+        planned = [self.view(spec).planned > 0 for spec in self.requests.tiers]
+        return np.asarray(np.logical_or.reduce(planned))
 
 
 def row_shift(view: SievedView, common: CommonAttentionMetadata, block_size: int) -> Shift:

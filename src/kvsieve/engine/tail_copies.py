@@ -84,16 +84,21 @@ class TailCopies:
 
     def _plan_request(self, request: Request, spare: int) -> list[TailCopy]:
         missing: list[tuple[KVCacheBlock, Any, int]] = []
-        first = min(manager.first_kept_block(request.request_id) for manager in self._managers)
+        # A tier that keeps the whole prompt publishes its own blocks.
+        firsts = [
+            (manager, manager.first_kept_block(request.request_id)) for manager in self._managers
+        ]
+        firsts = [(manager, first) for manager, first in firsts if first]
         block_size = self._managers[0].block_size
         hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, block_size)
         # A hit ends where one group's does, so a block is only worth having in all groups.
-        for index in range(first, request.num_prompt_tokens // block_size):
+        begin = min(first for _, first in firsts)
+        for index in range(begin, request.num_prompt_tokens // block_size):
             wanted = []
-            for manager in self._managers:
-                key = make_block_hash_with_group_id(hashes[index], manager.kv_cache_group_id)
-                if index < manager.first_kept_block(request.request_id):
+            for manager, first in firsts:
+                if index < first:
                     continue
+                key = make_block_hash_with_group_id(hashes[index], manager.kv_cache_group_id)
                 cached = self._pool.cached_block_hash_to_block.get_one_block(key)
                 if cached is None and key not in self._keys:
                     source = manager.req_to_blocks[request.request_id][index]

@@ -9,28 +9,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvsieve.core.config import SieveConfig
+from kvsieve.core.config import MAX_BUDGET, SieveConfig
+from kvsieve.core.tiers import smallest_budget_of
+from kvsieve.policies import Policy
 
 MIN_SLOTS = 16
 """Slots that are always there. Prompts that hit the prefix cache compute little more than
 their window, so many can end in one step however large the budget is."""
 
 
+GATHERING_SLOTS = 4
+"""Slots for a policy that gathers from every query of a prompt: its state grows with the prompt,
+in every layer. Chunks go to one prompt after the other, so few are being read at once."""
+
+
+def watched_queries(policy: Policy) -> int:
+    """Last queries of a prompt that must be computed, in tokens: a window, or all of them."""
+    return policy.observation_window if policy.accumulator is None else MAX_BUDGET
+
+
 def num_ring_slots(
-    config: SieveConfig, block_size: int, max_num_batched_tokens: int, max_num_seqs: int
+    config: SieveConfig,
+    policy: Policy,
+    block_size: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
 ) -> int:
     """Windows that can be open at once; scheduler and worker agree by computing it.
 
-    A prompt that hits nothing computes at least its budget, so a step of so many tokens ends
+    A prompt that hits nothing computes at least the smallest budget of any layer, so a step ends
     at most `tokens // budget` of them, and one may be cut short before and one after.
 
     Args:
         config: The operator's settings.
+        policy: The policy that they name.
         block_size: Block size of the cache manager, in tokens.
         max_num_batched_tokens: Tokens of one step.
         max_num_seqs: Requests in one step.
     """
-    budget = config.budget_rule(block_size).smallest
+    if policy.accumulator is not None:
+        return min(max_num_seqs, GATHERING_SLOTS)
+    budget = smallest_budget_of(config, block_size)
     return min(max_num_seqs, max(MIN_SLOTS, max_num_batched_tokens // budget + 2))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from kvsieve.core.report import LayersStored
 from kvsieve.core.treatment import Mode
 
 _ATTRIBUTE = "kvsieve_rows"
@@ -23,18 +24,25 @@ class SievedRow:
     Attributes:
         mode: "sieve" if rows were moved, "shadow" if the prompt was only scored.
         prompt_tokens: Length of the original prompt, in tokens.
-        stored_tokens: Prompt tokens that each sieved layer holds (or would), per KV head.
-        layers: Numbers of the layers that were compacted (or scored).
+        stored_tokens: Prompt tokens that each of `layers` holds (or would), per KV head.
+        layers: Numbers of the layers that were compacted (or scored). A sieved layer whose
+            budget is beyond the prompt is not among them: it holds everything.
         mass_lost: Share of the window's attention to what was dropped, per layer.
         seconds: Host time of scoring and compaction, in seconds.
     """
 
     mode: Mode
     prompt_tokens: int
-    stored_tokens: int
+    stored_tokens: tuple[int, ...]
     layers: tuple[int, ...]
     mass_lost: tuple[float, ...]
     seconds: float
+
+    @property
+    def stored(self) -> LayersStored:
+        """The counts of the sieved layers, those that hold everything included."""
+        counted = dict(zip(self.layers, self.stored_tokens, strict=True))
+        return LayersStored(self.prompt_tokens, counted)
 
 
 class _AsyncOutputWithRows(AsyncModelRunnerOutput):

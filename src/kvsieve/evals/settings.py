@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
 from kvsieve.core.treatment import FULL
+from kvsieve.policies import parse_settings
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Setting:
         return "full" if self.is_full else f"{self.policy} {self.kv_budget}"
 
 
-def parse_settings(policies: Sequence[str], budgets: Sequence[str]) -> list[Setting]:
+def every_setting(policies: Sequence[str], budgets: Sequence[str]) -> list[Setting]:
     """Every policy at every budget, in the order given.
 
     Raises:
@@ -50,7 +50,7 @@ def parse_settings(policies: Sequence[str], budgets: Sequence[str]) -> list[Sett
                 reasons.append(f"full KV is always asked: leave {value!r} out of the budgets")
                 continue
             try:
-                found = getattr(SieveConfig.parse({field: value}), field)
+                found = getattr(parse_settings({field: value}), field)
             except ConfigError as error:
                 reasons.extend(error.reasons)
                 continue

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvsieve.core.budget import sieve_start
 from kvsieve.core.report import MassLost
 from kvsieve.inspect.activations import TokenActivations
 from kvsieve.inspect.concentration import HeadSpread
@@ -69,10 +70,12 @@ def predicted_loss(inspection: Inspection, reading: Reading) -> MassLost | None:
     best = inspection.recommendation.best
     if best is None:
         return None
+    if not sieve_start(reading.num_tokens, best.budget, reading.probe.block_size):
+        return None
     index = inspection.budgets.index(best.budget)
     layers = inspection.survey.layers
     shares = tuple(reading.lost[layers.index(layer)][index] for layer in best.plan.sieved)
-    return MassLost.of(best.plan.sieved, shares) if any(shares) else None
+    return MassLost.of(best.plan.sieved, shares)
 
 
 def as_facts(inspection: Inspection) -> dict[str, Any]:
@@ -86,7 +89,10 @@ def as_facts(inspection: Inspection) -> dict[str, Any]:
         "settings": {
             "chat": settings.chat,
             "policy": config.policy,
+            "policy_options": config.policy_options,
+            "layer_budgets": "uniform",
             "observation_window": config.observation_window,
+            "num_recent_tokens": config.recent_tokens,
             "pool_size": config.pool_size,
             "pooling": config.pooling,
             "num_sink_tokens": config.num_sink_tokens,

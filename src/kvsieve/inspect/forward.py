@@ -16,7 +16,12 @@ import torch
 
 from kvsieve.core.errors import ConfigError, KvsieveError
 from kvsieve.inspect.model import SLIDING, LoadedModel
-from kvsieve.inspect.sliced import LayerAttention, sampled_queries, sliced_attention
+from kvsieve.inspect.sliced import (
+    LayerAttention,
+    LayerHeads,
+    sampled_queries,
+    sliced_attention,
+)
 
 NAME = "kvsieve_inspect"
 """The name of our attention in Transformers, while a pass runs."""
@@ -28,7 +33,7 @@ CHECK_TOKENS = 64
 class Listener(Protocol):
     """Takes what a pass sees, in the order of the layers."""
 
-    def on_attention(self, attention: LayerAttention) -> None:
+    def on_attention(self, attention: LayerAttention, heads: LayerHeads) -> None:
         """A layer with full attention has attended."""
 
     def on_sliding(self, layer: int) -> None:
@@ -56,7 +61,7 @@ class Survey:
     num_kv_heads: int = 0
     cached_numbers: int = 0
 
-    def on_attention(self, attention: LayerAttention) -> None:
+    def on_attention(self, attention: LayerAttention, heads: LayerHeads) -> None:
         """Note a layer with full attention."""
         self.layers.append(attention.layer)
         self.num_heads = attention.window_mass.shape[0]
@@ -104,18 +109,20 @@ def run_pass(
         **_others: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        heads = LayerHeads(module, query[0], key[0], value[0], scale)
         output, attention = sliced_attention(
-            query[0],
-            key[0],
-            value[0],
-            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            heads.query,
+            heads.key,
+            heads.value,
+            scale,
             layer=layer,
             observation_window=observation_window,
             sampled=sampled,
             sliding_window=sliding_window,
         )
         if sliding_window is None and not _is_sliding(loaded.model.config, layer):
-            listener.on_attention(attention)
+            listener.on_attention(attention, heads)
         else:
             listener.on_sliding(layer)
         return output.transpose(0, 1)[None], None

@@ -12,7 +12,8 @@ from kvsieve.core.config import layer_list
 from kvsieve.inspect import figures, tables
 from kvsieve.inspect.recommend import as_shell, serve_command
 from kvsieve.inspect.run import Inspection, PromptFindings
-from kvsieve.inspect.tables import percent
+from kvsieve.inspect.tables import last_queries, percent
+from kvsieve.policies import find_method
 from kvsieve.reports.page import Section, render_page
 from kvsieve.reports.terminal import print_table
 
@@ -24,14 +25,13 @@ PROXY = (
 CONCENTRATION = (
     "How many tokens hold 90, 95 and 99% of the attention, per head, of the prompt's last queries"
     " together, and of queries spread over the whole prompt together. Where few tokens hold it a"
-    " small budget loses little; all queries together always need more, because each looks at its"
-    " own neighbourhood."
+    " small budget can lose little; all queries together always need more, because each looks at"
+    " its own neighbourhood."
 )
 ACTIVATIONS = (
     "A few entries of the hidden state can be a thousand times larger than the rest. They sit on"
     " few tokens, often the first one and delimiters, and heads that have nothing to say put their"
-    " attention there (attention sinks). Dropping such a token ruins the text, which is why a few"
-    " first tokens are always kept (num_sink_tokens)."
+    " attention there (attention sinks). Dropping such a token ruins the text"
 )
 STABILITY = (
     "ASL prunes a prompt at the first layer where the ranks of its best tokens have settled:"
@@ -85,9 +85,31 @@ def command(inspection: Inspection) -> str | None:
     return as_shell(serve_command(inspection.model, best, settings.config, settings.block_size))
 
 
+def policy_words(inspection: Inspection) -> str:
+    """What decides which tokens the plan keeps, in two sentences."""
+    config = inspection.settings.config
+    method = find_method(config.policy)
+    queries = last_queries(config.observation_window)
+    if method.sees_question:
+        return (
+            f"The plan is for the policy {method.name}. What it keeps is decided by the prompt's"
+            f" {queries}, so inspect prompts that end as yours will, with the question."
+        )
+    return (
+        f"The plan is for the policy {method.name}. What it keeps is not decided by the prompt's"
+        f" {queries} alone. They measure what is lost, though, which favours policies that rank by"
+        " them."
+    )
+
+
 def notes(inspection: Inspection) -> list[str]:
     """What a reader must know to read the figures rightly."""
-    found = []
+    found = [policy_words(inspection)]
+    if inspection.settings.config.layer_budgets != "uniform":
+        found.append(
+            "Plans with the same budget in every sieved layer are compared; layer_budgets, as"
+            f" {inspection.settings.config.policy} is configured, would spread it unevenly."
+        )
     if inspection.survey.untouched:
         found.append(
             f"Layers {layer_list(inspection.survey.untouched)} have a sliding window: they are not"
@@ -112,6 +134,15 @@ def notes(inspection: Inspection) -> list[str]:
         f" took at most {inspection.scratch_bytes / 2**20:,.0f} MiB for attention."
     )
     return found
+
+
+def sink_words(inspection: Inspection) -> str:
+    """What the policy does about attention sinks: the rest of `ACTIVATIONS`'s last sentence."""
+    sinks = inspection.settings.config.num_sink_tokens
+    if not sinks:
+        return "; no first token is forced to stay here (num_sink_tokens is 0)."
+    which = "token is" if sinks == 1 else f"{sinks} tokens are"
+    return f", which is why the first {which} always kept (num_sink_tokens)."
 
 
 def activation_words(findings: PromptFindings) -> str:
@@ -222,7 +253,7 @@ def _prompt_sections(inspection: Inspection, findings: PromptFindings) -> list[S
         ),
         Section(
             f"Massive activations{suffix}",
-            f"{ACTIVATIONS}\n\n{activation_words(findings)}",
+            f"{ACTIVATIONS}{sink_words(inspection)}\n\n{activation_words(findings)}",
             (figures.activations_figure(findings),),
             (tables.activations_table(findings), tables.kinds_table(findings)),
         ),

@@ -121,9 +121,9 @@ def read_prompts(
         num_tokens = len(prompt.token_ids)
         if num_tokens <= window:
             reasons.append(
-                f"{path} has {num_tokens} tokens, and the last {window} (observation_window) only"
-                f" score what is before them: give a prompt of at least {window + 1} tokens, and"
-                " some hundred for figures that say something"
+                f"{path} has {num_tokens} tokens, and what its last {window} (observation_window)"
+                f" attend to before them is looked at: give a prompt of at least {window + 1}"
+                " tokens, and some hundred for figures that say something"
             )
         if max_tokens is not None and num_tokens > max_tokens:
             reasons.append(

@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvsieve.core.errors import KvsieveError
+from kvsieve.core.errors import ConfigError, KvsieveError
 from kvsieve.inspect.activations import LayerActivations, MassiveRule, layer_activations
 from kvsieve.inspect.concentration import HeadSpread, concentration
+from kvsieve.inspect.evidence import layer_evidence, rotary_for
 from kvsieve.inspect.forward import run_pass
 from kvsieve.inspect.model import LoadedModel
 from kvsieve.inspect.prompt import Prompt
 from kvsieve.inspect.ranks import layer_ranks
 from kvsieve.inspect.recommend import PromptLosses, layer_losses
-from kvsieve.inspect.sliced import LayerAttention
-from kvsieve.policies import Policy
+from kvsieve.inspect.sliced import LayerAttention, LayerHeads
+from kvsieve.policies import Policy, Rotary
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Reading:
     Attributes:
         prompt: The prompt.
         probe: What was asked.
+        rotary: The model's rotary embedding, if the policy looks at it.
         window: Tokens that hold a share of the attention of the window's queries.
         sampled: Tokens that hold a share of the attention of queries all over the prompt.
         attention: [num_tokens] float32 each: share of the window's attention that a position
@@ -57,6 +59,7 @@ class Reading:
 
     prompt: Prompt
     probe: Probe
+    rotary: Rotary | None = None
     window: list[dict[float, HeadSpread]] = field(default_factory=list)
     sampled: list[dict[float, HeadSpread]] = field(default_factory=list)
     attention: list[torch.Tensor] = field(default_factory=list)
@@ -74,18 +77,25 @@ class Reading:
         """What each budget would lose of the prompt."""
         return PromptLosses(self.num_tokens, torch.tensor(self.lost, dtype=torch.float64))
 
-    def on_attention(self, attention: LayerAttention) -> None:
-        """Reduce one layer's attention."""
+    def on_attention(self, attention: LayerAttention, heads: LayerHeads) -> None:
+        """Reduce one layer's attention.
+
+        Raises:
+            ConfigError: The policy does not fit the model.
+        """
         probe = self.probe
         window = attention.observation_window
-        scores = attention.head_scores
+        before = attention.window_mass[:, : self.num_tokens - window]
         self.window.append(concentration(attention.window_mass))
         self.sampled.append(concentration(attention.sampled_mass))
         self.attention.append((attention.window_mass.mean(dim=0) / window).cpu())
-        self.ranks.append(layer_ranks(scores.flatten(0, 1), probe.pool_size).cpu())
-        self.lost.append(
-            layer_losses(scores, self.num_tokens, probe.budgets, probe.policy, probe.block_size)
-        )
+        self.ranks.append(layer_ranks(before, probe.pool_size).cpu())
+        evidence = layer_evidence(probe.policy, attention, heads, self.rotary)
+        try:
+            lost = layer_losses(evidence, probe.budgets, probe.policy, probe.block_size)
+        except ValueError as error:
+            raise ConfigError([f"the policy {probe.policy.name}: {error}"]) from error
+        self.lost.append(lost)
 
     def on_sliding(self, layer: int) -> None:
         """A sliding window is not sieved, and has no ranks over the whole prompt."""
@@ -108,9 +118,10 @@ def read_prompt(loaded: LoadedModel, prompt: Prompt, probe: Probe) -> Reading:
     """Run a prompt through the model once, and reduce what passes by.
 
     Raises:
+        ConfigError: The policy does not fit the model.
         KvsieveError: The model's numbers are not finite.
     """
-    reading = Reading(prompt, probe)
+    reading = Reading(prompt, probe, rotary_for(loaded, probe.policy, len(prompt.token_ids)))
     run_pass(
         loaded,
         list(prompt.token_ids),

@@ -1,19 +1,21 @@
 """The recommended plan: the least memory that stays within the loss that the user names.
 
-The loss is predicted with the functions that the engine itself uses, from the attention of the
-prompts' windows. It is a proxy: attention that is lost, not answers that are worse.
+The loss is predicted with the functions that the engine itself uses: what the policy would keep,
+and the attention of the prompts' windows to the rest. It is a proxy: attention that is lost, not
+answers that are worse.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from kvsieve.core.budget import BudgetRule, sieve_start, smallest_budget
+from kvsieve.core.budget import BudgetRule, sieve_start
 from kvsieve.core.config import SieveConfig, layer_list
 from kvsieve.core.plan import (
     MAX_DEFAULT_GROUPS,
@@ -23,7 +25,7 @@ from kvsieve.core.plan import (
     make_plan,
     request_cost,
 )
-from kvsieve.policies import Policy, attention_mass_lost
+from kvsieve.policies import Evidence, Policy, attention_mass_lost, find_method
 
 BUDGET_GROWTH = 1.1
 """Each budget of the grid is about a tenth larger than the one before it."""
@@ -31,6 +33,16 @@ BUDGET_GROWTH = 1.1
 TIE = 1.05
 """Plans within 5% of the least memory count as equal: then padding and groups decide, for padding
 also costs while a prompt is read, and each group costs host time in every step."""
+
+
+NAMED_SETTINGS = (
+    "observation_window",
+    "num_recent_tokens",
+    "pool_size",
+    "pooling",
+    "num_sink_tokens",
+)
+"""Settings of the sieve that `kvsieve inspect` takes and a recommended command names."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +125,7 @@ def budget_grid(longest_prompt: int, config: SieveConfig, block_size: int) -> tu
     Each is a whole number of blocks more than the smallest, because blocks are freed whole:
     a budget between two of them stores as much as one of the two.
     """
-    smallest = smallest_budget(config.observation_window, config.num_sink_tokens, block_size)
+    smallest = config.smallest_legal_budget(block_size)
     budgets = [smallest]
     while budgets[-1] + block_size <= longest_prompt - block_size:
         wanted = budgets[-1] * (BUDGET_GROWTH - 1)
@@ -123,31 +135,30 @@ def budget_grid(longest_prompt: int, config: SieveConfig, block_size: int) -> tu
 
 
 def layer_losses(
-    head_scores: torch.Tensor,
-    prompt_tokens: int,
-    budgets: Sequence[int],
-    policy: Policy,
-    block_size: int,
+    evidence: Evidence, budgets: Sequence[int], policy: Policy, block_size: int
 ) -> list[float]:
     """Attention mass that one layer would lose of a prompt under each budget.
 
     Args:
-        head_scores: [num_kv_heads, num_queries_per_kv, prompt_tokens - window] float32, sums
-            over the window of the softmax weights.
-        prompt_tokens: Length of the prompt.
+        evidence: What the policy may look at in the layer.
         budgets: Nominal budgets, in tokens.
         policy: How tokens are ranked and chosen.
         block_size: Block size of the cache manager, in tokens.
     """
-    window = policy.observation_window
+    prompt_tokens = evidence.num_tokens
+    attention = evidence.window_attention()
+    scores = policy.score(evidence)
+    # Scores know of no budget: they are computed once. A copy each, since nothing forbids the
+    # later steps to work in place.
+    scored = replace(policy, score=lambda _: scores.clone())
     losses = []
     for budget in budgets:
         start = sieve_start(prompt_tokens, budget, block_size)
         if start == 0:
             losses.append(0.0)
             continue
-        positions = policy.select(head_scores, prompt_tokens - start - window)
-        losses.append(float(attention_mass_lost(head_scores, positions, window)))
+        positions = scored.choose(evidence, prompt_tokens - start).to(attention.device)
+        losses.append(float(attention_mass_lost(attention, positions)))
     return losses
 
 
@@ -300,11 +311,27 @@ def loss_curves(
 def serve_command(
     model: str, candidate: Candidate, config: SieveConfig, block_size: int
 ) -> list[str]:
-    """The words of the command that serves a plan, with every setting that is not a default."""
+    """The words of the command that serves a plan.
+
+    They name every setting that is not the policy's own default, and the policy if it is not
+    the default one.
+    """
     words = ["kvsieve", "serve", model, "--budget", str(candidate.budget)]
     words += ["--full-layers", layer_ranges(candidate.plan.full)]
-    defaults = SieveConfig()
-    for field in ("policy", "observation_window", "pool_size", "pooling", "num_sink_tokens"):
+    method = find_method(config.policy)
+    defaults = SieveConfig.parse({**method.defaults, "policy": method.name})
+    if config.policy != SieveConfig.model_fields["policy"].default:
+        words += ["--policy", config.policy]
+    options = {
+        name: value
+        for name, value in config.policy_options.items()
+        if name not in method.options or value != method.options[name]
+    }
+    if options:
+        words += ["--policy-options", json.dumps(options)]
+    if defaults.layer_budgets != "uniform":
+        words += ["--layer-budgets", "uniform"]
+    for field in NAMED_SETTINGS:
         value: Any = getattr(config, field)
         if value != getattr(defaults, field):
             words += [f"--{field.replace('_', '-')}", str(value)]

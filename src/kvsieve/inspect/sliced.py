@@ -39,14 +39,30 @@ class LayerAttention:
     num_sampled: int
 
     @property
-    def head_scores(self) -> torch.Tensor:
-        """Scores of the positions before the window, as `Policy.select` takes them.
-
-        [num_kv_heads, num_queries_per_kv, num_tokens - window] float32.
-        """
+    def window_attention(self) -> torch.Tensor:
+        """`window_mass` by KV head: [num_kv_heads, num_queries_per_kv, num_tokens] float32."""
         num_heads, num_tokens = self.window_mass.shape
-        before = self.window_mass[:, : num_tokens - self.observation_window]
-        return before.reshape(self.num_kv_heads, num_heads // self.num_kv_heads, -1)
+        group = num_heads // self.num_kv_heads
+        return self.window_mass.view(self.num_kv_heads, group, num_tokens)
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """What one layer attended with.
+
+    Attributes:
+        module: Its attention module.
+        query: [num_heads, num_tokens, head_size], rotary embedding applied.
+        key: [num_kv_heads, num_tokens, head_size], likewise.
+        value: [num_kv_heads, num_tokens, value_size].
+        scale: Softmax scale.
+    """
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
 
 
 def sampled_queries(num_tokens: int, num_queries: int) -> torch.Tensor:

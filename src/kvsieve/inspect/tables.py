@@ -25,6 +25,11 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f}%"
 
 
+def last_queries(count: int) -> str:
+    """So many queries at the end of a prompt, in words."""
+    return "last query" if count == 1 else f"last {count} queries"
+
+
 def concentration_table(inspection: Inspection, findings: PromptFindings) -> Table:
     """Tokens that hold most of the attention, per layer."""
     reading = findings.reading
@@ -54,8 +59,8 @@ def concentration_table(inspection: Inspection, findings: PromptFindings) -> Tab
                 inspection.survey.layers, reading.window, reading.sampled, strict=True
             )
         ),
-        caption=f"Tokens that hold the attention mass of the last"
-        f" {inspection.settings.config.observation_window} queries, of {tokens:,}"
+        caption="Tokens that hold the attention mass of the"
+        f" {last_queries(inspection.settings.config.observation_window)}, of {tokens:,}"
         " (mean \u00b1 standard deviation over the heads)",
     )
 
@@ -164,6 +169,7 @@ def plan_table(inspection: Inspection) -> Table | None:
     if best is None:
         return None
     rows: list[tuple[str, str]] = [
+        ("policy", inspection.settings.config.policy),
         ("budget", f"{best.budget:,} tokens"),
         ("full layers", layer_list(best.plan.full)),
         ("sieved layers", layer_list(best.plan.sieved)),

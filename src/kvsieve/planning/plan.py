@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ from typing import Any
 from kvsieve.core.budget import stored_tokens
 from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
-from kvsieve.core.plan import LayerPlan, group_layers, make_plan, request_cost
+from kvsieve.core.plan import (
+    MAX_DEFAULT_GROUPS,
+    Grouping,
+    LayerPlan,
+    group_layers,
+    make_plan,
+    request_cost,
+)
+from kvsieve.core.tiers import LayerTier, PyramidBudgets, make_tiers
 
 
 @dataclass(frozen=True)
@@ -61,14 +70,21 @@ def plan_model(
     """
     shape = read_shape(model)
     layer_plan = make_plan(shape.sievable, shape.untouched, config.full_layers)
-    rule = config.budget_rule(block_size)
-    nominal = rule.tokens_for(prompt_tokens)
+    tiers = make_tiers(config, layer_plan, block_size)
     page_bytes = block_size * shape.num_kv_heads * 2 * shape.head_size * kv_bytes
-    grouping = group_layers(len(layer_plan.full), len(layer_plan.sieved), len(layer_plan.untouched))
+    grouping = group_layers(
+        len(layer_plan.full), *(len(tier.layers) for tier in tiers), len(layer_plan.untouched)
+    )
+    shown = [
+        _tier(tier, prompt_tokens, output_tokens, block_size, page_bytes, grouping)
+        for tier in tiers
+    ]
+    shape_name = config.layer_budgets if isinstance(config.layer_budgets, str) else "by layers"
+    dropped = sum(len(tier["layers"]) * (prompt_tokens - tier["stored"]) for tier in shown)
 
     def cost(is_sieved: bool, prompt: int, output: int) -> int:
         return request_cost(
-            layer_plan, rule if is_sieved else None, prompt, output, block_size, page_bytes
+            layer_plan, tiers if is_sieved else None, prompt, output, block_size, page_bytes
         ).bytes
 
     # While a prompt is read every layer holds all of it, in the sieved grouping.
@@ -96,9 +112,11 @@ def plan_model(
             "untouched": list(layer_plan.untouched),
         },
         "budget": {
-            "nominal": nominal,
-            "stored": stored_tokens(prompt_tokens, nominal, block_size),
+            "shape": shape_name,
+            "nominal": tiers[0].rule.mean_for(prompt_tokens),
+            "stored": prompt_tokens - dropped // len(layer_plan.sieved),
         },
+        "tiers": shown,
         "groups": {
             "count": grouping.num_groups,
             "layers_each": grouping.group_size,
@@ -106,7 +124,37 @@ def plan_model(
         },
         "request": request,
         "requests_that_fit": _requests_that_fit(request, pool_bytes),
-        "notes": _notes(shape, layer_plan, prompt_tokens, output_tokens, nominal),
+        "notes": _notes(shape, layer_plan, prompt_tokens, output_tokens, shown, grouping),
+    }
+
+
+def _tier(
+    tier: LayerTier,
+    prompt_tokens: int,
+    output_tokens: int,
+    block_size: int,
+    page_bytes: int,
+    grouping: Grouping,
+) -> dict[str, Any]:
+    """One tier of a plan as JSON values."""
+    nominal = tier.rule.tokens_for(prompt_tokens)
+    per_layer = [nominal] * len(tier.layers)
+    budgets = tier.rule.budgets
+    if isinstance(budgets, PyramidBudgets):
+        first = sum(budgets.sizes[: tier.rule.index])
+        per_layer = list(budgets.per_layer(prompt_tokens)[first : first + len(tier.layers)])
+    num_groups = grouping.num_groups_of(len(tier.layers))
+    stored = stored_tokens(prompt_tokens, nominal, block_size)
+    # What is freed is whole blocks, so the prompt's own last block holds the first answer tokens.
+    blocks = -(-(prompt_tokens + output_tokens) // block_size)
+    blocks -= (prompt_tokens - stored) // block_size
+    return {
+        "layers": list(tier.layers),
+        "nominal_per_layer": per_layer,
+        "nominal": nominal,
+        "stored": stored,
+        "groups": num_groups,
+        "bytes": blocks * num_groups * grouping.group_size * page_bytes,
     }
 
 
@@ -125,12 +173,24 @@ def _requests_that_fit(request: dict[str, dict[str, int]], pool_bytes: int) -> d
 
 
 def _notes(
-    shape: ModelShape, plan: LayerPlan, prompt_tokens: int, output_tokens: int, nominal: int
+    shape: ModelShape,
+    plan: LayerPlan,
+    prompt_tokens: int,
+    output_tokens: int,
+    tiers: Sequence[Mapping[str, Any]],
+    grouping: Grouping,
 ) -> list[str]:
     notes = []
-    if prompt_tokens <= nominal:
+    smallest = min(tier["nominal"] for tier in tiers)
+    if prompt_tokens <= smallest:
         notes.append(
-            f"the prompt of {prompt_tokens} tokens fits the budget of {nominal}: nothing is sieved"
+            f"the prompt of {prompt_tokens} tokens fits the budget of {smallest}: nothing is sieved"
+        )
+    if grouping.num_groups > MAX_DEFAULT_GROUPS:
+        notes.append(
+            f"{grouping.num_groups} cache groups: each costs host time in every step; more full"
+            f" layers or fewer tiers make fewer (the default plan makes at most"
+            f" {MAX_DEFAULT_GROUPS})"
         )
     if prompt_tokens + output_tokens > shape.max_model_len:
         notes.append(

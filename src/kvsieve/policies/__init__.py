@@ -1,26 +1,43 @@
-"""What to keep: pure functions on tensors, one file per step, one table of policies.
+"""What to keep: pure functions on tensors, one file per step, one file per method.
 
-A policy is data (`Policy`) plus the steps score, reduce heads, smooth, protect and
-select. The score itself is a kernel (`kvsieve.kernels`), named by the policy;
-everything after it lives here and knows nothing of vLLM.
+A policy is data (`Policy`) over the steps score, reduce heads, smooth, refine, protect and
+select. A method (`Method`) is a published policy under its name, one row of `table.py`. What a
+score looks at (`Evidence`) is computed elsewhere; nothing here knows of vLLM.
 """
 
+from kvsieve.policies.evidence import Accumulator, Chunk, Evidence, Rotary
 from kvsieve.policies.mass import attention_mass_lost
+from kvsieve.policies.method import Method
+from kvsieve.policies.options import read_count, read_number, read_switch
 from kvsieve.policies.policy import Policy
-from kvsieve.policies.protect import protect_sinks
-from kvsieve.policies.reduce import reduce_heads
+from kvsieve.policies.protect import protect
 from kvsieve.policies.select import select_positions
 from kvsieve.policies.smooth import smooth
-from kvsieve.policies.snapkv import snapkv
-from kvsieve.policies.table import policy_from_config
+from kvsieve.policies.table import (
+    METHODS,
+    find_method,
+    method_names,
+    parse_settings,
+    policy_from_config,
+)
 
 __all__ = [
+    "METHODS",
+    "Accumulator",
+    "Chunk",
+    "Evidence",
+    "Method",
     "Policy",
+    "Rotary",
     "attention_mass_lost",
+    "find_method",
+    "method_names",
+    "parse_settings",
     "policy_from_config",
-    "protect_sinks",
-    "reduce_heads",
+    "protect",
+    "read_count",
+    "read_number",
+    "read_switch",
     "select_positions",
     "smooth",
-    "snapkv",
 ]

@@ -1,35 +1,38 @@
-"""StreamingLLM (Xiao et al. 2023, arXiv 2309.17453) as a sieve of prompts, and chance."""
+"""StreamingLLM (Xiao et al. 2023, arXiv 2309.17453) as a sieve of prompts."""
 
 from __future__ import annotations
 
-from kvsieve.policies.baseline import Ranking
+import torch
+
+from kvsieve.core.config import SieveConfig
+from kvsieve.policies.evidence import Evidence
+from kvsieve.policies.method import Method
 from kvsieve.policies.policy import Policy
 
 
-def streaming_llm(observation_window: int = 32, num_sink_tokens: int = 4) -> Policy:
+def recency(evidence: Evidence) -> torch.Tensor:
+    """The later, the better: [num_kv_heads, 1, n]."""
+    # The window's attention tells the device; it is computed anyway, for what is reported lost.
+    device = evidence.window_attention().device
+    # float64 tells positions beyond 2**24 apart.
+    order = torch.arange(evidence.num_tokens, dtype=torch.float64, device=device)
+    return order.expand(evidence.num_kv_heads, 1, -1)
+
+
+def build(config: SieveConfig) -> Policy:
     """The first tokens and the last ones.
 
-    Deviations: keys keep their positions in the prompt (the authors number them anew
-    within the cache), and what was decoded is never dropped.
+    Deviations: keys keep their positions in the prompt (the authors number them anew within
+    the cache), and what was decoded is never dropped.
     """
-    return _without_scores("streaming_llm", "recency", observation_window, num_sink_tokens)
+    return Policy.with_settings(config, recency)
 
 
-def random_baseline(observation_window: int = 32, num_sink_tokens: int = 4) -> Policy:
-    """The first tokens, the window, and chance: what a method must beat."""
-    return _without_scores("random", "random", observation_window, num_sink_tokens)
-
-
-def _without_scores(
-    name: str, ranking: Ranking, observation_window: int, num_sink_tokens: int
-) -> Policy:
-    return Policy(
-        name=name,
-        score="window_sum",
-        observation_window=observation_window,
-        head_reduction="mean",
-        pooling="max",
-        pool_size=1,
-        num_sink_tokens=num_sink_tokens,
-        ranking=ranking,
-    )
+STREAMING_LLM = Method(
+    name="streaming_llm",
+    summary="The first tokens and the last ones, whatever they say",
+    source="arXiv 2309.17453",
+    sees_question=False,
+    build=build,
+    defaults={"num_sink_tokens": 4, "pool_size": 1},
+)

@@ -1,28 +1,141 @@
-"""The table of policies: from the configuration's name to the policy."""
+"""The table of policies: from a name to a method, and from settings to a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
 
 from kvsieve.core.config import SieveConfig
+from kvsieve.core.errors import ConfigError
+from kvsieve.policies.adakv import ADAKV
+from kvsieve.policies.chunkkv import CHUNKKV
+from kvsieve.policies.criticalkv import CRITICALKV
+from kvsieve.policies.expected_attention import EXPECTED_ATTENTION
+from kvsieve.policies.h2o import H2O
+from kvsieve.policies.headkv import HEADKV
+from kvsieve.policies.keydiff import KEYDIFF
+from kvsieve.policies.keyformer import KEYFORMER
+from kvsieve.policies.knorm import KNORM
+from kvsieve.policies.kv_compress import KV_COMPRESS
+from kvsieve.policies.layerwise import LAYERWISE
+from kvsieve.policies.method import Method
 from kvsieve.policies.policy import Policy
-from kvsieve.policies.snapkv import snapkv
-from kvsieve.policies.streaming_llm import random_baseline, streaming_llm
+from kvsieve.policies.pyramidkv import PYRAMIDKV
+from kvsieve.policies.random_baseline import RANDOM
+from kvsieve.policies.rkv import RKV
+from kvsieve.policies.snapkv import SNAPKV
+from kvsieve.policies.streaming_llm import STREAMING_LLM
+from kvsieve.policies.tova import TOVA
 
-POLICIES: dict[str, Callable[[SieveConfig], Policy]] = {
-    "snapkv": lambda config: snapkv(
-        observation_window=config.observation_window,
-        pooling=config.pooling,
-        pool_size=config.pool_size,
-        num_sink_tokens=config.num_sink_tokens,
-    ),
-    "streaming_llm": lambda config: streaming_llm(
-        config.observation_window, config.num_sink_tokens
-    ),
-    "random": lambda config: random_baseline(config.observation_window, config.num_sink_tokens),
+ENTRY_POINT_GROUP = "kvsieve.policies"
+"""Packages register a `Method` of their own under this group (docs/policies.md)."""
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        SNAPKV,
+        PYRAMIDKV,
+        LAYERWISE,
+        KV_COMPRESS,
+        ADAKV,
+        HEADKV,
+        CRITICALKV,
+        CHUNKKV,
+        RKV,
+        TOVA,
+        H2O,
+        KEYFORMER,
+        EXPECTED_ATTENTION,
+        KEYDIFF,
+        KNORM,
+        STREAMING_LLM,
+        RANDOM,
+    )
 }
+"""The methods that come with kvsieve."""
+
+
+def method_names() -> list[str]:
+    """Names of all methods, our own first."""
+    return [*METHODS, *sorted({entry.name for entry in _entry_points()} - METHODS.keys())]
+
+
+def find_method(name: Any) -> Method:
+    """The method of a name.
+
+    Raises:
+        ConfigError: There is none, or a package's entry point cannot be used.
+    """
+    if isinstance(name, str) and name in METHODS:
+        return METHODS[name]
+    for entry in _entry_points():
+        if entry.name == name:
+            return _load(entry)
+    names = method_names()
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"policies: {', '.join(names)}"
+    raise ConfigError([f"policy: there is no policy {name!r}; {hint}"])
+
+
+def parse_settings(settings: Mapping[str, Any]) -> SieveConfig:
+    """A configuration from the settings that a user gave, with the method's own defaults.
+
+    Raises:
+        ConfigError: Every problem found, in words.
+    """
+    if not isinstance(settings, Mapping):
+        return SieveConfig.parse(settings)
+    method = find_method(settings.get("policy", SieveConfig.model_fields["policy"].default))
+    merged = {**method.defaults, **settings}
+    given = settings.get("policy_options", {})
+    if isinstance(given, Mapping):
+        merged["policy_options"] = {**method.options, **given}
+        if unknown := sorted(map(str, given.keys() - method.options.keys())):
+            known = ", ".join(method.options) or "none"
+            raise ConfigError(
+                [
+                    f"policy_options: {method.name} has no option {', '.join(map(repr, unknown))};"
+                    f" its options: {known}"
+                ]
+            )
+    config = SieveConfig.parse(merged)
+    policy_from_config(config)
+    return config
 
 
 def policy_from_config(config: SieveConfig) -> Policy:
-    """The policy that the configuration names, with the configuration's parameters."""
-    return POLICIES[config.policy](config)
+    """The policy that the configuration names, with the configuration's parameters.
+
+    Raises:
+        ConfigError: There is no such policy, or an option's value is none.
+    """
+    method = find_method(config.policy)
+    try:
+        return method.build(config)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError([f"policy_options: {error}"]) from error
+
+
+def _entry_points() -> Any:
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _load(entry: Any) -> Method:
+    try:
+        method = entry.load()
+    except Exception as error:
+        raise ConfigError(
+            [f"policy: the package behind {entry.name!r} ({entry.value}) cannot be loaded: {error}"]
+        ) from error
+    if not isinstance(method, Method) or method.name != entry.name:
+        raise ConfigError(
+            [
+                f"policy: the entry point {entry.name!r} ({entry.value}) must name a"
+                " kvsieve.policies.Method of that name"
+            ]
+        )
+    return method

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from kvsieve.policies import Policy
+from kvsieve.engine.layers import SievedLayer
+from kvsieve.policies import Chunk, Evidence, Policy
 
 # Imported on use: an adapter's module needs vLLM, and its back-end's package.
 _ADAPTERS = {"CPU_ATTN": ("kvsieve.engine.backends.cpu", "CpuAdapter")}
@@ -17,19 +18,32 @@ ADAPTED_BACKENDS = tuple(_ADAPTERS)
 """Names of the back-ends that have an adapter."""
 
 
+class CachedEvidence(Evidence, Protocol):
+    """A prompt in one layer's cache: evidence for the policy, and rows to move."""
+
+    def compact(self, positions: torch.Tensor, start: int) -> None:
+        """Move the kept K/V rows, in place, to `[start, start + num_keep)`.
+
+        Args:
+            positions: [num_kv_heads, num_keep] int64, ascending.
+            start: First position of the kept region.
+        """
+        ...
+
+
 @dataclass(frozen=True)
-class Selection:
-    """What the sieve chose in one layer.
+class CachedPrompt:
+    """Where a prompt lies in one layer's cache.
 
     Attributes:
-        positions: [num_kv_heads, kept - window] int64, ascending: the positions before the
-            window that are kept.
-        mass_lost: Scalar float32 tensor, the share of the window's attention that went to
-            the positions that are not kept, mean over the query heads.
+        layer: The layer; its module holds the cache.
+        blocks: The prompt's blocks in order, in kernel blocks.
+        num_tokens: Length of the prompt, in tokens.
     """
 
-    positions: torch.Tensor
-    mass_lost: torch.Tensor
+    layer: SievedLayer
+    blocks: torch.Tensor
+    num_tokens: int
 
 
 class BackendAdapter(Protocol):
@@ -46,33 +60,33 @@ class BackendAdapter(Protocol):
         ...
 
     @staticmethod
-    def sieve(
-        kv_cache: torch.Tensor,
-        blocks: torch.Tensor,
-        query: torch.Tensor,
-        scale: float,
-        policy: Policy,
-        prompt_tokens: int,
-        start: int,
-        move: bool,
-    ) -> Selection:
-        """Score one prompt in one layer, and move the kept rows.
+    def evidence(prompt: CachedPrompt, window: torch.Tensor, accumulated: Any) -> CachedEvidence:
+        """What a policy may look at of one prompt in one layer.
 
         Args:
-            kv_cache: The layer's cache as vLLM binds it.
-            blocks: The request's blocks in order, in kernel blocks.
-            query: [window, num_heads, head_size], the observation window.
-            scale: Softmax scale.
-            policy: How to rank and choose.
-            prompt_tokens: Length of the prompt, in tokens.
-            start: First position of the kept region.
-            move: Whether to move rows; in shadow mode they stay.
+            prompt: Where it lies.
+            window: [window, num_heads, head_size], the observation window's queries.
+            accumulated: What the policy's accumulator gathered; None if it has none.
+        """
+        ...
+
+    @staticmethod
+    def chunk(prompt: CachedPrompt, queries: torch.Tensor, first: int) -> Chunk:
+        """Some queries of a prompt, with the keys before them.
+
+        Args:
+            prompt: Where the prompt lies; the blocks of the chunk and before are filled.
+            queries: [num_queries, num_heads, head_size].
+            first: Position of the first query.
         """
         ...
 
     @staticmethod
     def scratch_bytes(layer: Any, policy: Policy, prompt_tokens: int) -> int:
-        """Bytes that `sieve` needs at once, beyond the cache, for a prompt of that length."""
+        """Bytes that scoring and compacting one prompt of that length need at once.
+
+        What a policy gathers over a whole prompt counts too, for one prompt.
+        """
         ...
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, _get_attn_isa
 
-from kvsieve.engine.backends import Selection
-from kvsieve.kernels import cpu
-from kvsieve.policies import Policy, attention_mass_lost
+from kvsieve.engine.backends import CachedPrompt
+from kvsieve.kernels import call, cpu, cpu_rows, cpu_scores
+from kvsieve.kernels.pages import PagedRows
+from kvsieve.policies import Policy
 
 SIEVED_ISAS = ("vec", "vec16")
 SIEVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,37 +45,135 @@ class CpuAdapter:
         return dataclasses.replace(metadata, block_table=block_table, slot_mapping=slot_mapping)
 
     @staticmethod
-    def sieve(
-        kv_cache: torch.Tensor,
-        blocks: torch.Tensor,
-        query: torch.Tensor,
-        scale: float,
-        policy: Policy,
-        prompt_tokens: int,
-        start: int,
-        move: bool,
-    ) -> Selection:
-        """Score one prompt in one layer, and move the kept rows (see `BackendAdapter`)."""
-        key_pages, value_pages = cpu.split_pages(kv_cache)
-        keys = cpu.gather_keys(key_pages, blocks, prompt_tokens)
-        head_scores = cpu.window_sum(query, keys, scale)
-        num_keep = prompt_tokens - start - policy.observation_window
-        positions = policy.select(head_scores, num_keep)
-        if move:
-            cpu.compact(key_pages, value_pages, keys, blocks, positions, start)
-        mass_lost = attention_mass_lost(head_scores, positions, policy.observation_window)
-        return Selection(positions, mass_lost)
+    def evidence(prompt: CachedPrompt, window: torch.Tensor, accumulated: Any) -> CpuEvidence:
+        """What a policy may look at of one prompt in one layer (see `BackendAdapter`)."""
+        return CpuEvidence(prompt, window, accumulated)
+
+    @staticmethod
+    def chunk(prompt: CachedPrompt, queries: torch.Tensor, first: int) -> CpuChunk:
+        """Some queries of a prompt, with the keys before them (see `BackendAdapter`)."""
+        return CpuChunk(prompt, queries, first)
 
     @staticmethod
     def scratch_bytes(layer: Any, policy: Policy, prompt_tokens: int) -> int:
-        """Bytes that `sieve` needs at once (see `BackendAdapter`)."""
-        return cpu.scratch_bytes(
-            policy.observation_window,
-            layer.num_heads,
-            layer.num_kv_heads,
-            layer.head_size,
-            layer.kv_cache_torch_dtype.itemsize,
-            prompt_tokens,
+        """Bytes that scoring and compacting need at once (see `BackendAdapter`)."""
+        head_size, num_kv_heads = layer.head_size, layer.num_kv_heads
+        numbers = num_kv_heads * head_size * prompt_tokens
+        rows = numbers * layer.kv_cache_torch_dtype.itemsize
+        # One float per query head and token: the attention, and what a policy makes of it.
+        per_head = 4 * layer.num_heads * prompt_tokens
+        held = rows + 3 * per_head
+        scores = cpu_scores.scratch_bytes(prompt_tokens, head_size, layer.num_heads) + 3 * per_head
+        # A float copy of keys or values, another that is normalised, and their product.
+        copies = 3 * 4 * numbers * len(policy.looks_at & {"keys", "values"})
+        values = 2 * rows if policy.looks_at & {"values", "output_norms"} else 0
+        tiles = 0
+        if "key_redundancy" in policy.looks_at:
+            tiles = cpu_rows.redundancy_scratch_bytes(prompt_tokens, head_size)
+        if "output_norms" in policy.looks_at:
+            tiles = cpu_rows.norms_scratch_bytes(head_size, layer.num_heads * head_size)
+        # Compaction gathers the kept keys and values, and their positions.
+        moved = 2 * rows + 40 * num_kv_heads * prompt_tokens
+        # Keys are gathered as pages first, and then transposed.
+        return held + max(rows, scores + copies + values + tiles, moved)
+
+
+class CpuEvidence:
+    """A prompt in one layer's cache (`CachedEvidence`); what is asked for twice is kept."""
+
+    def __init__(self, prompt: CachedPrompt, window: torch.Tensor, accumulated: Any) -> None:
+        self.num_tokens = prompt.num_tokens
+        self.num_kv_heads = prompt.layer.module.num_kv_heads
+        self.layer = prompt.layer.number
+        self._layer = prompt.layer
+        self._blocks = prompt.blocks
+        self._window = window
+        self._accumulated = accumulated
+        self._scale = prompt.layer.module.impl.scale
+        self._key_pages, self._value_pages = cpu.split_pages(prompt.layer.module.kv_cache)
+        # Transposed as the cache holds them, [num_kv_heads, head_size, n]: scoring multiplies
+        # with them and compaction moves them.
+        self._keys = cpu.gather_keys(self._key_pages, prompt.blocks, prompt.num_tokens)
+        self._window_attention: dict[int, torch.Tensor] = {}
+
+    @property
+    def _key_rows(self) -> torch.Tensor:
+        return self._keys.transpose(1, 2)
+
+    def window_attention(self, power: Literal[1, 2] = 1) -> torch.Tensor:
+        """See `Evidence`."""
+        if power not in self._window_attention:
+            self._window_attention[power] = call.window_scores(
+                self._window, self._key_rows, self._scale, impl="cpu", power=power
+            )
+        return self._window_attention[power]
+
+    def grouped_window_mean(self) -> torch.Tensor:
+        """See `Evidence`."""
+        return call.grouped_window_mean(self._window, self._key_rows, self._scale, impl="cpu")
+
+    def keys(self) -> torch.Tensor:
+        """See `Evidence`."""
+        return self._key_rows.float()
+
+    def values(self) -> torch.Tensor:
+        """See `Evidence`."""
+        return self._value_rows.dense().float()
+
+    @property
+    def _value_rows(self) -> PagedRows:
+        pages = self._value_pages.transpose(1, 2)
+        return PagedRows(pages, self._blocks, self.num_tokens)
+
+    def key_redundancy(self) -> torch.Tensor:
+        """See `Evidence`."""
+        return call.key_redundancy(self._key_rows, impl="cpu")
+
+    def output_norms(self) -> torch.Tensor:
+        """See `Evidence`."""
+        projection = self._layer.output_projection
+        assert projection is not None, "install refuses a policy that misses it"
+        return call.output_norms(self._value_rows, projection, impl="cpu")
+
+    def accumulated(self) -> Any:
+        """See `Evidence`."""
+        return self._accumulated
+
+    def compact(self, positions: torch.Tensor, start: int) -> None:
+        """See `CachedEvidence`."""
+        cpu.compact(self._key_pages, self._value_pages, self._keys, self._blocks, positions, start)
+
+
+class CpuChunk:
+    """Some queries of a prompt that is being read (`Chunk`)."""
+
+    def __init__(self, prompt: CachedPrompt, queries: torch.Tensor, first: int) -> None:
+        self.first = first
+        self.num_queries = queries.shape[0]
+        self.prompt_tokens = prompt.num_tokens
+        self.num_kv_heads = prompt.layer.module.num_kv_heads
+        self.num_queries_per_kv = queries.shape[1] // self.num_kv_heads
+        self.rotary = prompt.layer.rotary
+        self._prompt = prompt
+        self._queries = queries
+
+    def queries(self) -> torch.Tensor:
+        """See `Chunk`."""
+        return self._queries
+
+    def attention_sums(
+        self, noise: torch.Tensor | None = None, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """See `Chunk`."""
+        key_pages, _ = cpu.split_pages(self._prompt.layer.module.kv_cache)
+        keys = cpu.gather_keys(key_pages, self._prompt.blocks, self.first + self.num_queries)
+        return call.attention_sums(
+            self._queries,
+            keys.transpose(1, 2),
+            self._prompt.layer.module.impl.scale,
+            impl="cpu",
+            noise=noise,
+            temperature=temperature,
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvsieve.engine.activation import is_configured
 from kvsieve.engine.frontend.choices import finished_reports, joined, reports_of
+from kvsieve.engine.frontend.protected_roles import install_early_checks
 from kvsieve.engine.frontend.stream import CarriedOver, LastChunks, Tap, amended
 from kvsieve.engine.wrapping import wrap
 
@@ -38,6 +39,7 @@ async def _init_generate_state(
 ) -> None:
     if is_configured(engine_client.vllm_config.additional_config):
         open_doors()
+        install_early_checks()
     await stock(engine_client, *args, **kwargs)
 
 

@@ -1,0 +1,1 @@
+"""Offline search for a policy: one full pass per prompt, then many candidates at equal storage."""

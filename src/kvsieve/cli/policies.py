@@ -1,0 +1,57 @@
+"""`kvsieve policies`: the methods that rank the tokens of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvsieve.policies import Method, find_method, method_names
+
+
+def policies(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the policies: what they keep, where they come from, their own default settings."""
+    methods = [find_method(name) for name in method_names()]
+    if as_json:
+        print(json.dumps([_facts(method) for method in methods], indent=2))
+    else:
+        Console().print(_table(methods))
+
+
+def _facts(method: Method) -> dict[str, Any]:
+    return {
+        "name": method.name,
+        "summary": method.summary,
+        "source": method.source,
+        "sees_question": method.sees_question,
+        "defaults": dict(method.defaults),
+        "options": dict(method.options),
+    }
+
+
+def _table(methods: Iterable[Method]) -> Table:
+    table = Table(
+        show_lines=True,
+        caption="query: whether what is kept depends on the prompt's last queries",
+        caption_justify="left",
+    )
+    table.add_column("policy")
+    table.add_column("what it keeps")
+    table.add_column("query")
+    table.add_column("its own defaults", overflow="fold", min_width=22)
+    for method in methods:
+        options = {f"policy_options.{name}": value for name, value in method.options.items()}
+        settings = {**method.defaults, **options}
+        table.add_row(
+            method.name,
+            f"{method.summary}\n{method.source}",
+            "yes" if method.sees_question else "no",
+            "\n".join(f"{name} {value}" for name, value in settings.items()),
+        )
+    return table

@@ -1,0 +1,252 @@
+"""From settings to a policy: names, options, packages of third parties, and the documentation."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvsieve import ConfigError, SieveConfig
+from kvsieve.policies import (
+    METHODS,
+    Method,
+    find_method,
+    method_names,
+    parse_settings,
+    policy_from_config,
+    read_count,
+    read_number,
+    read_switch,
+)
+from tests.unit.policy_parts import Shape, make_policy, make_tensors
+
+DOCS = (Path(__file__).resolve().parents[2] / "docs" / "policies.md").read_text()
+
+
+def fenced(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCS, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["snapkw", "TOVA", "h20"])
+def test_a_near_miss_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no policy '{name}'"):
+        find_method(name)
+
+
+def test_a_typing_error_names_the_method_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'snapkv'"):
+        parse_settings({"policy": "snapvk"})
+
+
+@pytest.mark.parametrize("policy", [None, 3, ["snapkv"], {"name": "snapkv"}])
+def test_what_is_no_name_is_refused(policy: Any) -> None:
+    with pytest.raises(ConfigError, match="there is no policy"):
+        parse_settings({"policy": policy})
+
+
+@pytest.mark.parametrize("given", ["alpha=1", [1], 3])
+def test_options_that_are_no_object_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="policy_options"):
+        parse_settings({"policy": "adakv", "policy_options": given})
+
+
+def test_what_the_user_gives_goes_before_the_methods_defaults() -> None:
+    config = parse_settings(
+        {
+            "policy": "rkv",
+            "observation_window": 16,
+            "pooling": "avg",
+            "policy_options": {"mix_lambda": 0.07},
+        }
+    )
+    policy = policy_from_config(config)
+
+    assert (policy.observation_window, policy.num_recent_tokens) == (16, 16)
+    assert (policy.pool_size, policy.pooling, policy.num_sink_tokens) == (7, "avg", 4)
+    assert config.policy_options == {"mix_lambda": 0.07}
+
+
+def test_options_not_given_have_the_authors_values_in_the_configuration() -> None:
+    config = parse_settings({"policy": "criticalkv", "policy_options": {"epsilon": 0.5}})
+
+    assert config.policy_options == {"first_stage_ratio": 0.5, "epsilon": 0.5}
+
+
+def test_an_error_of_a_method_is_said_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings({"policy": "adakv", "policy_options": {"alpha": 2}})
+
+    assert caught.value.reasons == (
+        "policy_options: alpha must be at least 0 and at most 1, got 2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("adakv", "alpha", -0.1),
+        ("adakv", "alpha", float("nan")),
+        ("adakv", "alpha", True),
+        ("keyformer", "temperature", 0),
+        ("keyformer", "temperature", float("inf")),
+        ("keyformer", "seed", -1),
+        ("keyformer", "seed", 2**12),
+        ("keyformer", "seed", 1.5),
+        ("chunkkv", "chunk_length", 0),
+        ("rkv", "mix_lambda", 1.01),
+        ("expected_attention", "n_future_positions", 0),
+        ("expected_attention", "use_vnorm", 1),
+        ("criticalkv", "first_stage_ratio", 1.5),
+        ("criticalkv", "epsilon", -1e-9),
+    ],
+)
+def test_values_that_an_option_cannot_have_are_refused(name: str, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"policy_options: {option} must be"):
+        parse_settings({"policy": name, "policy_options": {option: value}})
+
+
+@pytest.mark.parametrize(
+    ("read", "default"), [(read_number, 1.5), (read_count, 3), (read_switch, True)]
+)
+def test_an_option_that_is_not_given_has_its_default(
+    read: Callable[..., Any], default: Any
+) -> None:
+    given = SieveConfig(policy_options={"other": 0})
+
+    assert read(given, {"depth": default}, "depth") == default
+
+
+# Packages of third parties
+
+MODULE = """
+from kvsieve.policies import Method, Policy
+
+def build(config):
+    return Policy.with_settings(config, lambda evidence: evidence.window_attention())
+
+FRIENDLY = Method("friendly", "As SnapKV", "here", True, build, {"pool_size": 3}, {"depth": 1})
+STRANGER = Method("other_name", "As SnapKV", "here", True, build)
+NOT_ONE = "friendly"
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Puts a module and the metadata of a package with the given entry points on the path."""
+
+    def put(module: str, entry_points: str, name: str = "kvsieve_friendly") -> None:
+        site = tmp_path / "site"
+        info = site / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (site / f"{name}.py").write_text(module)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[kvsieve.policies]\n{entry_points}\n")
+        monkeypatch.syspath_prepend(str(site))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return put
+
+
+def test_a_package_of_a_third_party_brings_a_method(install: Callable[..., None]) -> None:
+    install(MODULE, "friendly = kvsieve_friendly:FRIENDLY")
+
+    config = parse_settings({"policy": "friendly", "policy_options": {"depth": 2}})
+    policy = policy_from_config(config)
+
+    assert method_names() == [*METHODS, "friendly"]
+    assert (policy.name, policy.pool_size) == ("friendly", 3)
+    tensors = make_tensors(Shape(100, 2, 2))
+    snapkv = policy_from_config(parse_settings({"policy": "snapkv", "pool_size": 3}))
+    chosen = policy.choose(tensors.evidence(policy), 60)
+    assert torch.equal(chosen, snapkv.choose(tensors.evidence(snapkv), 60))
+    with pytest.raises(ConfigError, match="friendly has no option 'width'; its options: depth"):
+        parse_settings({"policy": "friendly", "policy_options": {"width": 1}})
+    with pytest.raises(ConfigError, match="did you mean 'friendly'"):
+        parse_settings({"policy": "frindly"})
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "complaint"),
+    [
+        ("kvsieve_friendly:STRANGER", "must name a kvsieve.policies.Method of that name"),
+        ("kvsieve_friendly:NOT_ONE", "must name a kvsieve.policies.Method of that name"),
+        ("kvsieve_friendly:MISSING", "cannot be loaded"),
+        ("kvsieve_nowhere:FRIENDLY", "cannot be loaded"),
+    ],
+)
+def test_an_entry_point_that_cannot_be_used_is_named(
+    install: Callable[..., None], entry_point: str, complaint: str
+) -> None:
+    install(MODULE, f"friendly = {entry_point}")
+
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        parse_settings({"policy": "friendly"})
+    assert entry_point in str(caught.value)
+
+
+def test_a_module_that_fails_is_named(install: Callable[..., None]) -> None:
+    install("raise RuntimeError('no such card')", "friendly = kvsieve_friendly:FRIENDLY")
+
+    with pytest.raises(ConfigError, match=r"'friendly' .* cannot be loaded: no such card"):
+        parse_settings({"policy": "friendly"})
+
+
+def test_a_package_cannot_take_the_name_of_one_of_ours(install: Callable[..., None]) -> None:
+    install(MODULE, "snapkv = kvsieve_friendly:FRIENDLY")
+
+    assert find_method("snapkv") is METHODS["snapkv"]
+    assert method_names() == list(METHODS)
+
+
+# The documentation
+
+
+def test_the_example_of_the_documentation_is_a_method(install: Callable[..., None]) -> None:
+    (module,), (project,) = fenced("python"), fenced("toml")
+    entry = re.search(r"^(\w+) = \"([\w.]+):(\w+)\"$", project, flags=re.MULTILINE)
+    assert entry is not None and '[project.entry-points."kvsieve.policies"]' in project
+    install(module, f"{entry[1]} = kvsieve_example:{entry[3]}", name="kvsieve_example")
+    tensors = make_tensors(Shape(200, 2, 3))
+
+    policy = policy_from_config(
+        parse_settings({"policy": entry[1], "policy_options": {"value_power": 2}})
+    )
+    scores = policy.candidate_scores(tensors.evidence(policy), 60)
+
+    snapkv = policy_from_config(parse_settings({"policy": "snapkv", "pool_size": 1}))
+    attention = snapkv.candidate_scores(tensors.evidence(snapkv), 60)
+    norms = tensors.values.abs().sum(dim=-1)[:, :168]
+    assert torch.allclose(scores, attention * norms**2, rtol=1e-5)
+    assert policy.choose(tensors.evidence(policy), 60).shape == (2, 60)
+
+
+def test_the_example_of_the_documentation_can_be_run_as_it_stands() -> None:
+    namespace = types.ModuleType("example")
+    exec(fenced("python")[0], vars(namespace))
+
+    assert isinstance(namespace.VATP, Method)
+
+
+def test_every_method_has_its_row_and_its_source_in_the_documentation(tmp_path: Path) -> None:
+    rows = {}
+    for line in DOCS.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 8 and cells[0].startswith("`"):
+            rows[cells[0].strip("`")] = cells[2:]
+    assert list(rows) == list(METHODS)
+    for name, (window, recent, sinks, pool, question, options) in rows.items():
+        policy = make_policy(name, 4, tmp_path)
+        assert int(window) == policy.observation_window, name
+        assert int(recent) == policy.num_recent_tokens, name
+        assert int(sinks) == policy.num_sink_tokens, name
+        assert int(pool) == policy.pool_size, name
+        assert question == ("yes" if METHODS[name].sees_question else "no"), name
+        assert re.findall(r"`(\w+)`", options) == list(METHODS[name].options), name
+        if METHODS[name].source:
+            assert re.search(rf"\* \*\*{name}\*\* \({METHODS[name].source}[,)]", DOCS), name
