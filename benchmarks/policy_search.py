@@ -33,7 +33,7 @@ from rich.console import Console
 from search import candidates as grids
 from search.model import SearchModel
 from search.prompts import Case, held_out_cases, plain_text, search_cases, text_cases
-from search.run import read_journal, run_cases
+from search.run import note_run, read_journal, read_runs, run_cases
 from search.summary import compare, full_kv, results_of, summarize, table
 
 from kvsieve.demo.model import ensure_demo_model
@@ -51,31 +51,49 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=("aware", "agnostic"), default="aware")
     parser.add_argument("--held-out", action="store_true", help="held-out cases; needs --text")
     parser.add_argument(
-        "--grid", choices=sorted(grids.GRIDS), action="append", help="candidates; may be repeated"
+        "--grid",
+        choices=sorted(grids.GRIDS),
+        action="append",
+        help="candidates; may be repeated",
     )
     parser.add_argument(
-        "--candidate", action="append", default=[], metavar="NAME=SPEC", help="one more candidate"
+        "--candidate",
+        action="append",
+        default=[],
+        metavar="NAME=SPEC",
+        help="one more candidate",
     )
     parser.add_argument("--cases", choices=("needles", "text"), default="needles")
     parser.add_argument("--lengths", default="1024", help="tokens, comma-separated; default: 1024")
     parser.add_argument("--count", type=int, default=11, help="cases of a task; default: 11")
     parser.add_argument("--seed", type=int, default=5, help="default: 5")
     parser.add_argument(
-        "--open", action="store_true", help="the answer's first words are no part of the prompt"
+        "--open",
+        action="store_true",
+        help="the answer's first words are no part of the prompt",
     )
     parser.add_argument("--chat", action="store_true", help="wrap needles in the chat template")
     parser.add_argument("--shares", default="0.25,0.125", help="default: 0.25,0.125")
     parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="real text (default: the package's, short)"
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="real text (default: the package's, short)",
     )
     parser.add_argument(
-        "--journal", type=Path, default=Path("build/policy-search.jsonl"), metavar="FILE"
+        "--journal",
+        type=Path,
+        default=Path("build/policy-search.jsonl"),
+        metavar="FILE",
     )
     parser.add_argument("--passes", type=Path, metavar="FOLDER", help="keep full passes here")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no case after that")
     parser.add_argument("--tables", action="store_true", help="only show what the journal has")
     parser.add_argument(
-        "--against", action="append", metavar="PEER", help="peers of the paired comparison"
+        "--against",
+        action="append",
+        metavar="PEER",
+        help="compare the finalists with these, paired",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write summary and provenance")
     arguments = parser.parse_args(argv)
@@ -93,6 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = f"{'held-out' if arguments.held_out else 'search'}/{arguments.kind}"
     if not arguments.tables:
         torch.set_num_threads(1)
+        note_run(
+            arguments.journal,
+            {key: birth[key] for key in ("date", "argv", "commit", "source_sha256", "machine")},
+        )
         _run(arguments, model, split)
     records = read_journal(arguments.journal)
     summary = {}
@@ -104,7 +126,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(comparison)
     if arguments.json:
         specs = {name: spec for grid in grids.GRIDS.values() for name, spec in grid.items()}
-        page = {"provenance": birth, "model": Path(model).name, "specs": specs, "splits": summary}
+        page = {
+            "provenance": birth,
+            "model": Path(model).name,
+            "runs": read_runs(arguments.journal),
+            "specs": specs,
+            "splits": summary,
+        }
         arguments.json.write_text(json.dumps(page, separators=(",", ":")) + "\n")
     return 0
 
@@ -114,7 +142,6 @@ def _run(arguments: argparse.Namespace, model: str, split: str) -> None:
     for grid in arguments.grid or ():
         chosen |= grids.GRIDS[grid]
     chosen |= dict(text.split("=", 1) for text in arguments.candidate)
-    arguments.journal.parent.mkdir(parents=True, exist_ok=True)
     run_cases(
         SearchModel(model),
         _cases(arguments, PromptMaker(model, arguments.chat)),
@@ -150,7 +177,7 @@ def _summary(records: list[dict[str, Any]], split: str, peers: Sequence[str]) ->
         comparison
         for share in sorted({share for _, share in results}, reverse=True)
         for peer in peers
-        for name in sorted({name for name, _ in results} - set(peers))
+        for name in sorted({*grids.FINAL_AWARE, *grids.FINAL_AGNOSTIC} - {peer})
         if (comparison := compare(results, name, peer, share))
     ]
     return {

@@ -190,7 +190,12 @@ AGNOSTIC = {
 
 KNOWN = {**AWARE, **REFINED, **AGNOSTIC}
 
-FINAL_AWARE = {
+EXACT = {
+    "exact-sq-avg21-r8-vn": "blocks=0,recent=8,agg=sq,value=norm,pool=avg:21",
+}
+"""The finalist stored to the token, as the peers are: what rounding to blocks costs it."""
+
+FINAL_AWARE = EXACT | {
     name: KNOWN[name]
     for name in (
         "chunkkv",

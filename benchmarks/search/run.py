@@ -21,10 +21,24 @@ BATCH_TOKENS = 256
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Records that are there already."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Records of cases that are there already."""
+    return [record for record in _lines(path) if "split" in record]
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """What was run, oldest first."""
+    return [record["run"] for record in _lines(path) if "run" in record]
+
+
+def note_run(path: Path, run: Mapping[str, Any]) -> None:
+    """Note in the journal what is about to run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as out:
+        out.write(json.dumps({"run": run}) + "\n")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def run_cases(

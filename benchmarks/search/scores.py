@@ -66,7 +66,8 @@ class Features:
         logits = queries.reshape(layers, groups, -1, size) @ keys.transpose(-1, -2)
         logits = logits.view(layers, groups, -1, WINDOW, cut) * size**-0.5
         future = torch.ones(WINDOW, cut, dtype=torch.bool).triu(cut - WINDOW + 1)
-        return logits.masked_fill_(future, float("-inf")).softmax(dim=-1)
+        weights: torch.Tensor = logits.masked_fill_(future, float("-inf")).softmax(dim=-1)
+        return weights
 
     def _window(self, window: int, agg: str) -> torch.Tensor:
         rows = self._once("attention", self._attention)[..., WINDOW - window :, :]
@@ -184,7 +185,8 @@ def chunked(scores: torch.Tensor, size: int, stat: str) -> torch.Tensor:
     else:
         top = cells.nan_to_num(nan=float("-inf")).topk(int(stat.removeprefix("top")), dim=-1)
         best = top.values.masked_fill(top.values.isinf(), float("nan")).nanmean(dim=-1)
-    return best.repeat_interleave(size, dim=-1)[..., :count]
+    by_token: torch.Tensor = best.repeat_interleave(size, dim=-1)[..., :count]
+    return by_token
 
 
 def ranked(features: Features, spec: Spec, *, with_value: bool = True) -> torch.Tensor:
@@ -262,7 +264,9 @@ def kept(features: Features, spec: Spec, stored: list[int]) -> list[torch.Tensor
     return positions
 
 
-def gather(captured: Captured, positions: list[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+def gather(
+    captured: Captured, positions: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The cache that is left."""
     cache = []
     for keys, values, index in zip(captured.keys, captured.values, positions, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,15 @@ class Spec:
         Raises:
             ValueError: An unknown key.
         """
-        kinds = {field.name: type(field.default) for field in fields(cls)}
-        values: dict[str, object] = {}
+        kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
+        values: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             key, _, value = part.partition("=")
             if key not in kinds:
                 raise ValueError(f"a candidate has no {key!r}; it has {', '.join(kinds)}")
             kind = kinds[key]
             values[key] = value == "1" if kind is bool else kind(value)
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**values)
 
     def __str__(self) -> str:
         parts = []

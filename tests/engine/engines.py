@@ -37,7 +37,10 @@ class Generated:
 
 
 def make_engine(name: str, model: str, settings: dict[str, Any] | None, **kwargs: Any) -> None:
-    """Start an engine and remember it under a name, replacing one of that name."""
+    """Start an engine and remember it under a name, replacing one of that name.
+
+    Unless the settings name a policy it is SnapKV, which the independent oracle computes.
+    """
     from vllm import LLM
 
     drop_engine(name)
@@ -51,7 +54,7 @@ def make_engine(name: str, model: str, settings: dict[str, Any] | None, **kwargs
         "enable_prefix_caching": False,
     }
     if settings is not None:
-        options["additional_config"] = {"kvsieve": settings}
+        options["additional_config"] = {"kvsieve": {"policy": "snapkv", **settings}}
     _engines[name] = LLM(model, **{**options, **kwargs})
 
 

@@ -27,6 +27,7 @@ RULES = (
 LONG = (Path(__file__).parents[2] / "LICENSE").read_text()[:3000]
 BUDGET = 160
 NUM_SINKS, NUM_RECENT = 4, 32
+SETTINGS = {"budget": BUDGET, "num_sink_tokens": NUM_SINKS, "num_recent_tokens": NUM_RECENT}
 IM_END = 2
 """The token that ends a message in this model's chats."""
 
@@ -86,7 +87,7 @@ def test_instructions_are_dropped_unless_they_are_protected(
     v1_host: EngineHost, real_model: str
 ) -> None:
     options = {"max_model_len": 2048}
-    v1_host.call(make_engine, "protection", real_model, {"budget": BUDGET}, **options)
+    v1_host.call(make_engine, "protection", real_model, SETTINGS, **options)
     rules = [None, {"kv_protect": "system"}, {"kv_protect": "3:20,100:110"}]
 
     bare, by_role, by_span = v1_host.call(converse, "protection", [MESSAGES] * 3, rules)
@@ -159,7 +160,7 @@ def test_what_cannot_be_protected_is_refused(
 
 
 def test_the_operator_protects_for_everyone(v1_host: EngineHost, real_model: str) -> None:
-    settings = {"budget": BUDGET, "protect_roles": ["system"]}
+    settings = {**SETTINGS, "policy": "kvsieve", "protect_roles": ["system"]}
     v1_host.call(make_engine, "protection", real_model, settings, max_model_len=2048)
     twice = [
         {
@@ -187,7 +188,7 @@ def test_the_operator_protects_for_everyone(v1_host: EngineHost, real_model: str
 @pytest.fixture(scope="module")
 def server(real_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
-    settings = {"budget": BUDGET, "protect_roles": ["system"]}
+    settings = {**SETTINGS, "protect_roles": ["system"]}
     command = [
         *[sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32"],
         *["--enforce-eager", "--max-model-len", "2048", "--block-size", "32"],

@@ -78,6 +78,7 @@ class Published:
     recent: int | None = None
     sinks: int = 4
     pool: int = 1
+    pooling: str = "max"
     recent_share: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
 
@@ -146,6 +147,25 @@ def kv_compress(prompt: Prompt, published: Published, num_candidates: int, keep:
         for g in range(prompt.num_kv_heads)
     ]
     return by_score(torch.stack(rows))
+
+
+def averaged(row: torch.Tensor, width: int) -> torch.Tensor:
+    """The mean over `width` neighbours; beyond the ends are zeros that count."""
+    half, n = width // 2, len(row)
+    means = [row[max(0, i - half) : i + half + 1].sum() / width for i in range(n)]
+    return torch.stack(means) if means else row
+
+
+def own(prompt: Prompt, published: Published, num_candidates: int, keep: int) -> Ranking:
+    squares = (window_attention(prompt, published)[:, :, :num_candidates] ** 2).sum(dim=1)
+    means = group_means(prompt, squares)
+    return by_score(torch.stack([averaged(row, published.pool) for row in means]))
+
+
+def own_agnostic(prompt: Prompt, published: Published, num_candidates: int, keep: int) -> Ranking:
+    (difference,) = keydiff(prompt, published, num_candidates, keep).levels
+    weighed = (1 + difference) * prompt.values.norm(dim=2)[:, :num_candidates]
+    return by_score(torch.stack([averaged(row, published.pool) for row in weighed]))
 
 
 def pooled_heads(prompt: Prompt, published: Published, num_candidates: int) -> list[torch.Tensor]:
@@ -368,6 +388,8 @@ def chance(prompt: Prompt, published: Published, num_candidates: int, keep: int)
 
 
 PUBLISHED = {
+    "kvsieve": Published(own, window=32, recent=8, pool=21, pooling="avg"),
+    "kvsieve_agnostic": Published(own_agnostic, recent=8, pool=11, pooling="avg"),
     "snapkv": Published(snapkv, window=32, pool=7),
     "pyramidkv": Published(snapkv, window=8, pool=7),
     "layerwise": Published(snapkv, window=256, pool=7),

@@ -33,7 +33,8 @@ SHAPES = [
     Shape(32, 2000, 1, 8, 96, torch.float16),
 ]
 
-# For the interpreter: every length, group, head size and type; few, as the interpreter takes a second or more for each.
+# For Triton's interpreter: every length, group, head size and type, in few cases, since each
+# takes a second or more. Shape, block size and layout.
 CASES = {
     "one token": (Shape(1, 1, 2, 1, 64, torch.float32), 16, "nhd"),
     "group of 3": (Shape(16, 63, 1, 3, 64, torch.bfloat16), 16, "hnd"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsieve.core.budget import sieve_start, smallest_budget
 from kvsieve.core.config import SieveConfig
-from kvsieve.core.plan import MAX_DEFAULT_GROUPS, group_layers, make_plan
+from kvsieve.core.plan import MAX_GROUPS, group_layers, make_plan
 from kvsieve.inspect.evidence import LayerEvidence
 from kvsieve.inspect.recommend import (
     TIE,
@@ -187,7 +187,7 @@ def test_plan_stays_within_the_bounds_of_every_prompt(
     assert best.worst_loss == pytest.approx(max(float(one.max()) for one in lost))
     assert found.is_within is bounds.hold(best)
     assert 0 < best.kv_share < 1
-    assert best.num_groups <= MAX_DEFAULT_GROUPS
+    assert best.num_groups <= MAX_GROUPS
     grouping = group_layers(len(best.plan.full), len(best.plan.sieved))
     assert best.padding_share == grouping.padding_share
 
@@ -300,9 +300,9 @@ def test_curves_fall_and_keeping_the_worst_layers_full_helps() -> None:
     best = recommended(prompts, Bounds(0.05)).best
     assert best is not None
 
-    curves = loss_curves(prompts, range(30), (), best.plan.full)
+    curves = loss_curves(prompts, range(30), best.plan.full)
 
-    assert set(curves) == {"no full layer", "default", "recommended"}
+    assert set(curves) == {"no full layer", "recommended"}
     for losses in curves.values():
         assert losses == sorted(losses, reverse=True)
     at = budget_grid(3000, CONFIG, BLOCK).index(best.budget)

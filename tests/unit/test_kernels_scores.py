@@ -217,3 +217,19 @@ def _grouped(inputs: Inputs) -> torch.Tensor:
             logits = (key[kv_head, : prompt - window] @ mine.t()).max(dim=1).values * inputs.scale
             mean[kv_head] += torch.softmax(logits, 0) / window
     return mean
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("offset", [-31.0, 0.0, 31.0, 40.0])
+def test_rows_are_right_on_both_sides_of_the_limit_above_which_they_are_shifted(
+    offset: float, power: int
+) -> None:
+    inputs = make_inputs(Shape(20, 500, 1, 2, 64, torch.float32), size=0.1)
+    # One more feature adds the same to every logit of a row, which no softmax sees.
+    inputs.query[..., 0], inputs.key[..., 0] = offset / cpu_scores.LOG2E / inputs.scale, 1.0
+
+    scores = kernels.window_scores(inputs.query, inputs.key, inputs.scale, impl="cpu", power=power)
+
+    torch.testing.assert_close(
+        scores.double(), window_scores_of(inputs, power, False), rtol=1e-4, atol=0
+    )

@@ -13,8 +13,6 @@ from typer.testing import CliRunner
 from kvsieve import BudgetRule, ConfigError, SieveConfig
 from kvsieve.cli.main import app
 from kvsieve.core.plan import (
-    MAX_DEFAULT_GROUPS,
-    default_full_count,
     group_layers,
     make_plan,
     request_cost,
@@ -36,25 +34,6 @@ def test_grouping_follows_vllm(full: int, sieved: int, groups: int, padding: int
     assert (grouping.num_groups, grouping.padding_layers) == (groups, padding)
 
 
-@pytest.mark.parametrize(
-    ("layers", "expected"), [(1, 0), (2, 1), (24, 3), (28, 4), (30, 3), (32, 4), (40, 4), (80, 8)]
-)
-def test_the_default_divides_the_layers(layers: int, expected: int) -> None:
-    count = default_full_count(layers)
-
-    assert count == expected
-    assert not count or layers % count == 0
-
-
-@given(st.integers(2, 200), st.integers(0, 200))
-def test_the_default_bounds_the_groups(layers: int, untouched: int) -> None:
-    count = default_full_count(layers, untouched)
-
-    assert 0 <= count < layers
-    if count:
-        assert group_layers(count, layers - count, untouched).num_groups <= MAX_DEFAULT_GROUPS
-
-
 def test_layers_are_named_or_counted() -> None:
     layers = tuple(range(6))
 
@@ -67,7 +46,7 @@ def test_layers_are_named_or_counted() -> None:
 @pytest.mark.parametrize(
     ("sievable", "full_layers", "words"),
     [
-        ((), None, "no full-attention layer"),
+        ((), 0, "no full-attention layer"),
         ((0, 1), 2, "not one layer"),
         ((0, 1), 9, "not one layer"),
         ((0, 1), (0, 7), r"layers \[7\]"),

@@ -302,7 +302,8 @@ def test_a_prompt_without_messages_has_spans_but_no_roles() -> None:
 
 
 def test_more_than_the_budget_is_refused_unless_everything_is_kept() -> None:
-    config = Renderer(CHATML, {"budget": 128}).config
+    settings = {"budget": 128, "num_sink_tokens": 4, "num_recent_tokens": 32}
+    config = Renderer(CHATML, settings).config
 
     def spans(wish: str, budget: Any = None, num_tokens: int = 600) -> Any:
         extra_args = {"kv_protect": wish} | ({} if budget is None else {"kv_budget": budget})

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsieve.cli import options
-from kvsieve.core.config import layer_list
+from kvsieve.core.notation import layer_list
 
 
 def plan(

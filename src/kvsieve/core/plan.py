@@ -13,9 +13,9 @@ from kvsieve.core.errors import ConfigError
 if TYPE_CHECKING:
     from kvsieve.core.tiers import LayerTier
 
-MAX_DEFAULT_GROUPS = 10
-"""Groups that the default plan may make. Each group costs host time in every step
-(docs/benchmarks.md, "Host time"), so the default trades a few full layers for it."""
+MAX_GROUPS = 10
+"""Cache groups beyond which a plan is warned of. Each costs host time in every step
+(docs/benchmarks.md, "Host time")."""
 
 
 @dataclass(frozen=True)
@@ -83,26 +83,6 @@ def group_layers(*class_sizes: int) -> Grouping:
     return Grouping(num_groups, group_size, num_groups * group_size - sum(sizes))
 
 
-def default_full_count(num_sievable: int, num_untouched: int = 0) -> int:
-    """About a tenth of the layers: the nearest count that wastes least and groups few.
-
-    Args:
-        num_sievable: Full-attention layers of the model.
-        num_untouched: Other attention layers, which take part in the grouping.
-    """
-    if num_sievable < 2:
-        return 0
-    wanted = num_sievable / 10
-    best: tuple[float, float, int] | None = None
-    for count in range(1, math.ceil(num_sievable / 4) + 1):
-        grouping = group_layers(count, num_sievable - count, num_untouched)
-        if grouping.num_groups > MAX_DEFAULT_GROUPS:
-            continue
-        key = (round(grouping.padding_share, 6), abs(count - wanted), count)
-        best = min(best, key) if best else key
-    return best[2] if best else 0
-
-
 def tier_sizes(
     num_full: int, num_sieved: int, num_untouched: int, max_tiers: int
 ) -> tuple[int, ...]:
@@ -123,7 +103,7 @@ def tier_sizes(
         Number of layers of each tier.
     """
     num_tiers = min(max_tiers, num_sieved)
-    limit = max(MAX_DEFAULT_GROUPS, group_layers(num_full, num_sieved, num_untouched).num_groups)
+    limit = max(MAX_GROUPS, group_layers(num_full, num_sieved, num_untouched).num_groups)
     while True:
         choices = []
         for unit in range(1, num_sieved // num_tiers + 1):
@@ -142,14 +122,14 @@ def tier_sizes(
 def make_plan(
     sievable: tuple[int, ...],
     untouched: tuple[int, ...],
-    full_layers: int | tuple[int, ...] | None,
+    full_layers: int | tuple[int, ...],
 ) -> LayerPlan:
     """The layer plan for a model.
 
     Args:
         sievable: Numbers of the layers with full attention, ascending.
         untouched: Numbers of the other attention layers.
-        full_layers: A count of leading sievable layers, their numbers, or None for the default.
+        full_layers: A count of leading sievable layers, or their numbers.
 
     Raises:
         ConfigError: A named layer does not exist, or no layer would be sieved.
@@ -161,8 +141,6 @@ def make_plan(
                 " without kvsieve"
             ]
         )
-    if full_layers is None:
-        full_layers = default_full_count(len(sievable), len(untouched))
     if isinstance(full_layers, int):
         full = sievable[:full_layers]
     else:

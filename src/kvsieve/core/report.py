@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvsieve.core.config import layer_list
+from kvsieve.core.notation import layer_list
 from kvsieve.core.treatment import Mode
 
 

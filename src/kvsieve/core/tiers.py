@@ -13,8 +13,9 @@ from functools import lru_cache
 from itertools import accumulate
 
 from kvsieve.core.budget import BudgetRule
-from kvsieve.core.config import SieveConfig, layer_list
+from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
+from kvsieve.core.notation import layer_list
 from kvsieve.core.plan import LayerPlan, tier_sizes
 
 BETA = 20

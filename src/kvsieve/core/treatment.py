@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from kvsieve.core.budget import BudgetRule
-from kvsieve.core.config import SieveConfig, parse_share
+from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
+from kvsieve.core.notation import parse_share
 from kvsieve.core.protection import KV_PROTECT_KEY, Spans, known_spans
 
 Mode = Literal["sieve", "shadow", "full"]

@@ -12,8 +12,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvsieve.core.config import CONFIG_KEY, SieveConfig, layer_list
+from kvsieve.core.config import CONFIG_KEY, SieveConfig
 from kvsieve.core.errors import ConfigError
+from kvsieve.core.notation import layer_list
 from kvsieve.core.plan import LayerPlan, group_layers, make_plan
 from kvsieve.core.tiers import LayerTier, make_tiers
 from kvsieve.engine.backends import ADAPTED_BACKENDS, adapter_for

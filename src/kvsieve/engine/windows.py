@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvsieve.core.config import MAX_BUDGET, SieveConfig
+from kvsieve.core.config import SieveConfig
+from kvsieve.core.notation import MAX_BUDGET
 from kvsieve.core.tiers import smallest_budget_of
 from kvsieve.policies import Policy
 

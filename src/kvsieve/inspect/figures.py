@@ -115,7 +115,6 @@ def loss_figure(inspection: Inspection) -> Figure:
     best = inspection.recommendation.best
     names = {
         "no full layer": "no full layer",
-        "default": f"first {inspection.default_full} layers full (default)",
         "recommended": "recommended full layers",
     }
     series = [

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from kvsieve.core.config import layer_list
+from kvsieve.core.notation import layer_list
 from kvsieve.inspect import figures, tables
 from kvsieve.inspect.recommend import as_shell, serve_command
 from kvsieve.inspect.run import Inspection, PromptFindings

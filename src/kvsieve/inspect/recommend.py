@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from kvsieve.core.budget import BudgetRule, sieve_start
-from kvsieve.core.config import SieveConfig, layer_list
+from kvsieve.core.config import SieveConfig
+from kvsieve.core.notation import layer_list
 from kvsieve.core.plan import (
-    MAX_DEFAULT_GROUPS,
+    MAX_GROUPS,
     LayerPlan,
-    default_full_count,
     group_layers,
     make_plan,
     request_cost,
@@ -179,7 +179,7 @@ def full_layer_choices(
     choices = []
     for count in range(len(layers)):
         grouping = group_layers(count, len(layers) - count, len(untouched))
-        if grouping.num_groups <= MAX_DEFAULT_GROUPS:
+        if grouping.num_groups <= MAX_GROUPS:
             choices.append(tuple(sorted(layers[index] for index in order[:count])))
     return choices
 
@@ -285,7 +285,6 @@ def recommend(
 def loss_curves(
     prompts: Sequence[PromptLosses],
     layers: Sequence[int],
-    untouched: Sequence[int],
     full: tuple[int, ...] | None,
 ) -> dict[str, list[float]]:
     """Mean loss against budget, of the worst prompt, for some ways to choose full layers.
@@ -293,11 +292,9 @@ def loss_curves(
     Args:
         prompts: What each budget loses of each prompt.
         layers: Numbers of the full-attention layers.
-        untouched: Numbers of the others.
         full: The recommended full layers; None if there are none to show.
     """
-    default = tuple(layers[: default_full_count(len(layers), len(untouched))])
-    ways: dict[str, tuple[int, ...]] = {"no full layer": (), "default": default}
+    ways: dict[str, tuple[int, ...]] = {"no full layer": ()}
     if full is not None:
         ways["recommended"] = full
     curves = {}

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
-from kvsieve.core.plan import default_full_count
 from kvsieve.inspect.activations import MassiveRule, TokenActivations, outstanding_tokens
 from kvsieve.inspect.forward import Survey, survey
 from kvsieve.inspect.model import LoadedModel, load_model
@@ -91,7 +90,6 @@ class Inspection:
         budgets: Budgets that were tried, in tokens.
         recommendation: The plan.
         curves: Mean loss against budget for some choices of full layers.
-        default_full: Leading layers that the default plan keeps full.
         scratch_bytes: Memory that the pass took beyond the model's own, at most.
     """
 
@@ -105,7 +103,6 @@ class Inspection:
     budgets: tuple[int, ...]
     recommendation: Recommendation
     curves: dict[str, list[float]]
-    default_full: int
     scratch_bytes: int
 
 
@@ -195,8 +192,7 @@ def inspect_loaded(
         calibrated_l_min=calibrated_l_min([one.stability for one in findings]),
         budgets=budgets,
         recommendation=recommendation,
-        curves=loss_curves(losses, seen.layers, seen.untouched, best.plan.full if best else None),
-        default_full=default_full_count(len(seen.layers), len(seen.untouched)),
+        curves=loss_curves(losses, seen.layers, best.plan.full if best else None),
         scratch_bytes=scratch_bytes(
             seen.num_heads,
             seen.num_kv_heads,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvsieve.core.config import layer_list
+from kvsieve.core.notation import layer_list
 from kvsieve.inspect.concentration import MASS_SHARES, HeadSpread
 from kvsieve.inspect.facts import attention_of, kind_shares, predicted_loss
 from kvsieve.inspect.prompt import printable

@@ -21,6 +21,9 @@ KEY_TILE_BYTES = 2**20
 MAX_ROWS = 384
 """Rows (queries x heads) of a tile at most. Causal tiles compute half of a square of queries
 for nothing, so more would cost more than larger products save."""
+UNSHIFTED = 32.0
+"""Rows whose largest base-2 logit is within this of zero are exponentiated as they are: sums of
+2**32 and their squared reciprocals stay normal, and so do weights 2**-62 of the largest."""
 LOG2E = math.log2(math.e)
 
 
@@ -125,7 +128,10 @@ def multiply(rows: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
 
 def _exponentiate(logits: torch.Tensor) -> torch.Tensor:
     """Base-2 logits to unnormalised softmax weights in place; returns 1/denominator per row."""
-    logits -= logits.amax(dim=-1, keepdim=True)
+    largest = logits.amax(dim=-1, keepdim=True)
+    # Where it loses nothing, a pass over the tile is saved. NaN and infinities are shifted.
+    if not bool((largest.abs() <= UNSHIFTED).all()):
+        logits -= largest
     # exp2 is about three times as fast as exp in torch on x86.
     return logits.exp2_().sum(dim=-1).reciprocal_()
 

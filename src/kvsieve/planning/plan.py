@@ -12,7 +12,7 @@ from kvsieve.core.budget import stored_tokens
 from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
 from kvsieve.core.plan import (
-    MAX_DEFAULT_GROUPS,
+    MAX_GROUPS,
     Grouping,
     LayerPlan,
     group_layers,
@@ -186,11 +186,11 @@ def _notes(
         notes.append(
             f"the prompt of {prompt_tokens} tokens fits the budget of {smallest}: nothing is sieved"
         )
-    if grouping.num_groups > MAX_DEFAULT_GROUPS:
+    if grouping.num_groups > MAX_GROUPS:
         notes.append(
             f"{grouping.num_groups} cache groups: each costs host time in every step; more full"
             f" layers or fewer tiers make fewer (the default plan makes at most"
-            f" {MAX_DEFAULT_GROUPS})"
+            f" {MAX_GROUPS})"
         )
     if prompt_tokens + output_tokens > shape.max_model_len:
         notes.append(

@@ -22,8 +22,7 @@ def small_norm(evidence: Evidence) -> torch.Tensor:
 def build(config: SieveConfig) -> Policy:
     """The keys of the smallest norm. No query is looked at, nothing is forced.
 
-    Deviations: none known; the authors leave the first two layers alone, which is
-    `full_layers` here.
+    The authors leave the first two layers alone.
     """
     return Policy.with_settings(config, small_norm, looks_at=frozenset({"keys"}))
 
@@ -34,5 +33,5 @@ KNORM = Method(
     source="arXiv 2406.11430",
     sees_question=False,
     build=build,
-    defaults={"num_recent_tokens": 0, "num_sink_tokens": 0, "pool_size": 1},
+    defaults={"full_layers": 2, "num_recent_tokens": 0, "num_sink_tokens": 0, "pool_size": 1},
 )

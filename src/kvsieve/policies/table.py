@@ -19,6 +19,8 @@ from kvsieve.policies.keydiff import KEYDIFF
 from kvsieve.policies.keyformer import KEYFORMER
 from kvsieve.policies.knorm import KNORM
 from kvsieve.policies.kv_compress import KV_COMPRESS
+from kvsieve.policies.kvsieve import KVSIEVE
+from kvsieve.policies.kvsieve_agnostic import KVSIEVE_AGNOSTIC
 from kvsieve.policies.layerwise import LAYERWISE
 from kvsieve.policies.method import Method
 from kvsieve.policies.policy import Policy
@@ -35,6 +37,8 @@ ENTRY_POINT_GROUP = "kvsieve.policies"
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
+        KVSIEVE,
+        KVSIEVE_AGNOSTIC,
         SNAPKV,
         PYRAMIDKV,
         LAYERWISE,
