@@ -56,6 +56,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="with throughput: one pool only (default: both)",
     )
     parser.add_argument(
+        "--policies",
+        type=lambda text: tuple(text.split(",")),
+        default=policies.DEFAULT_POLICIES,
+        metavar="NAMES",
+        help="with policies: whose costs to measure beside SnapKV, separated by commas",
+    )
+    parser.add_argument(
         "--threads",
         type=parse_positive,
         default=1,
@@ -109,6 +116,7 @@ def resolve(arguments: argparse.Namespace, console: Console) -> Options:
         seed=arguments.seed,
         profile=arguments.profile,
         pools=(arguments.pool,) if arguments.pool else POOLS,
+        policies=arguments.policies,
     )
 
 

@@ -20,7 +20,7 @@ AIM_GATHER = 0.35
 
 WINDOWS = (32, 64, 256)
 """Observation windows of SnapKV, in tokens."""
-METHODS_OF_THEIR_OWN = (
+DEFAULT_POLICIES = (
     "kvsieve",
     "kvsieve_agnostic",
     "chunkkv",
@@ -29,7 +29,7 @@ METHODS_OF_THEIR_OWN = (
     "criticalkv",
     "rkv",
 )
-"""Methods that do more than SnapKV's one pass over the window, or something else."""
+"""Those that do more than SnapKV's one pass over the window, or something else."""
 
 
 def measure(lab: Lab, options: Options) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def measure(lab: Lab, options: Options) -> dict[str, Any]:
         (f"snapkv, window {window}", {"policy": "snapkv", "observation_window": window})
         for window in WINDOWS
     ]
-    cases += [(name, {"policy": name}) for name in METHODS_OF_THEIR_OWN]
+    cases += [(name, {"policy": name}) for name in options.policies]
     results: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
     gates = []

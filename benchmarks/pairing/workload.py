@@ -138,6 +138,7 @@ class Options:
         seed: Seed of prompts and lengths.
         profile: Whether to profile the host time too.
         pools: Pools of the throughput measurement.
+        policies: Policies whose costs are measured, beside SnapKV.
     """
 
     model: str
@@ -147,6 +148,7 @@ class Options:
     seed: int
     profile: bool
     pools: tuple[str, ...] = POOLS
+    policies: tuple[str, ...] = ()
 
     def random(self, *place: object) -> random.Random:
         """A generator that depends on the seed and on where it is used, on nothing else."""

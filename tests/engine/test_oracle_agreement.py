@@ -14,7 +14,7 @@ from tests.oracle.snapkv_oracle import Oracle
 
 pytestmark = pytest.mark.engine
 
-DEFAULT_FULL_LAYERS = {0, 1, 2}
+REAL_FULL_LAYERS = {0, 1, 2}
 SAMPLING = {"ignore_eos": True}
 
 
@@ -92,7 +92,7 @@ def check_real_model(
         make_engine,
         "real",
         model,
-        {"budget": budget},
+        {"budget": budget, "full_layers": 3},
         max_model_len=4096,
         max_num_batched_tokens=chunk,
     )
@@ -106,7 +106,7 @@ def check_real_model(
             generated,
             budget=budget,
             block_size=32,
-            full_layers=DEFAULT_FULL_LAYERS,
+            full_layers=REAL_FULL_LAYERS,
         )
         start = max(0, (len(prompt) - budget) // 32 * 32)
         assert generated.report["sieved"] is (start > 0)

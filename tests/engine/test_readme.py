@@ -87,8 +87,8 @@ def test_the_servers_serve(real_model: str, tmp_path: Path, number: int) -> None
         assert response["choices"][0]["text"]
         report = response["kv_transfer_params"]["kvsieve"]
         assert report["sieved"] is False
-        assert report["layers"] == {"full": 3, "sieved": 27}
-        assert "kvsieve: mode sieve, snapkv over 27 sieved layers" in server.log.read_text()
+        assert report["layers"] == {"full": 0, "sieved": 30}
+        assert "kvsieve: mode sieve, kvsieve over 30 sieved layers" in server.log.read_text()
         own_budget(port, real_model, tmp_path)
         if number == 0:
             switch(port, real_model)

@@ -104,7 +104,7 @@ def test_arms_share_their_chats_and_repeats_do_not() -> None:
         ({"flags": ("extra",)}, "unexpected argument 'extra'"),
         ({"budgets": ","}, "--budgets names none"),
         ({"budgets": "128,abc"}, "'abc' is neither a number of tokens nor a share"),
-        ({"budgets": "10"}, "budget 10 is too small: the smallest legal budget is 68"),
+        ({"budgets": "10"}, "budget 10 is too small: the smallest legal budget is 44"),
         ({"budgets": "128,128 , 0128"}, "--budgets has 'budget-128' twice"),
         ({"policies": "nonsense"}, "policy: "),
         ({"workloads": "mixed,mixt"}, "no workload is called 'mixt'; there are long-prompt"),

@@ -289,7 +289,8 @@ class Level(DenseEvidence):
 
 @pytest.mark.parametrize("name", sorted(set(ALL_METHODS) - {"random"}))
 def test_of_equal_tokens_the_later_are_kept(name: str, tmp_path: Path) -> None:
-    policy = make_policy(name, 2, tmp_path)
+    # Without pooling: a mean over neighbours is lower at the ends.
+    policy = make_policy(name, 2, tmp_path, pool_size=1)
     recent, sinks = min(80, policy.num_recent_tokens), policy.num_sink_tokens
     keep = min(80, recent + sinks + 9)
 

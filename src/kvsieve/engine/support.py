@@ -60,6 +60,10 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _served("continuous batching, chunked prefill"),
     _served("prefix caching", "hits of a sieved request end before its last 32 tokens"),
+    _served(
+        "protected spans and roles (`kv_protect`, `protect_roles`)",
+        "roles: chats that the server renders, text only; not with beam search",
+    ),
     _served("preemption and recompute", "a recomputed request writes the same text"),
     _served("asynchronous scheduling", "vLLM switches it off on CPUs; tests force it on"),
     _served("Model Runner V1 and V2"),

@@ -9,6 +9,9 @@ reads and joins reports, `stream` and `sse` put one into the last chunk of its c
 Mode: `mode_route` is the HTTP route; `mode_call` is how it reaches the scheduler, and the
 one file here that works in the engine core.
 
+Protection: `protected_roles` finds the messages of protected roles in the prompt
+(`marked_chat`), before a response begins.
+
 Numbers: `metrics` puts the sieve's counters on `/metrics`.
 
 vLLM is changed by replacing functions (`engine/wrapping.py`). Every replacement passes
