@@ -82,7 +82,6 @@ def test_settings_must_be_an_object(settings: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, None),
         (3, 3),
         ("3", 3),
         ("0-2", (0, 1, 2)),

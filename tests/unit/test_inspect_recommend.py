@@ -320,7 +320,7 @@ def test_full_layers_survive_the_command_line(full: set[int]) -> None:
 
 
 def test_command_names_every_setting_that_is_not_a_default() -> None:
-    config = SieveConfig(observation_window=16, pooling="avg")
+    config = parse_settings({"observation_window": 16, "pooling": "max"})
     plan = make_plan(tuple(range(6)), (), (5,))
     candidate = Candidate(300, plan, 0.0, 0.0, 1, 0.5, 0.0, 6)
 
@@ -329,7 +329,7 @@ def test_command_names_every_setting_that_is_not_a_default() -> None:
     assert shlex.split(as_shell(words)) == words
     assert words == [
         *("kvsieve", "serve", "/models/my model", "--budget", "300", "--full-layers", "5-5"),
-        *("--observation-window", "16", "--pooling", "avg", "--block-size", "16"),
+        *("--observation-window", "16", "--pooling", "max", "--block-size", "16"),
     ]
 
 

@@ -141,7 +141,7 @@ def planned(tmp_path: Path, settings: dict[str, object], prompt: int = 4000) -> 
     (tmp_path / "config.json").write_text(json.dumps(shape))
     return plan_model(
         str(tmp_path),
-        SieveConfig.parse(settings),
+        SieveConfig.parse({"full_layers": 3, **settings}),
         prompt_tokens=prompt,
         output_tokens=500,
         block_size=32,
@@ -196,7 +196,7 @@ def test_a_plan_warns_of_many_groups_and_of_nothing_to_sieve(tmp_path: Path) -> 
 def test_the_commands_take_and_show_what_methods_and_settings_need(tmp_path: Path) -> None:
     planned(tmp_path, {})
     budgets = '{"3-9": 512, "10-29": "5%"}'
-    words = ["plan", str(tmp_path), "--json", "--layer-budgets", budgets]
+    words = ["plan", str(tmp_path), "--json", "--full-layers", "3", "--layer-budgets", budgets]
     shown = json.loads(CliRunner().invoke(app, words).stdout)
     text = CliRunner().invoke(app, [word for word in words if word != "--json"]).stdout
     listed = json.loads(CliRunner().invoke(app, ["policies", "--json"]).stdout)

@@ -1,4 +1,4 @@
-"""Scoring and compaction on vLLM's CPU attention cache (isa `vec` and `vec16`).
+"""Reading and compaction of vLLM's CPU attention cache (isa `vec` and `vec16`).
 
 In each (block, KV head) page the keys lie transposed, `[head_size, block_size]`,
 and the values as `[block_size, head_size]`. `engine/backends/cpu.py` checks that at
@@ -8,10 +8,6 @@ start-up against the stock cache-write op.
 from __future__ import annotations
 
 import torch
-
-MAX_SCORE_BYTES = 64 * 2**20
-"""Bound on the logits held at once by `window_sum`, in bytes. Above it the KV heads
-are taken in turn, so the bound is exceeded only where one head's window needs more."""
 
 
 def split_pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,41 +43,6 @@ def gather_keys(key_pages: torch.Tensor, blocks: torch.Tensor, num_tokens: int) 
     num_blocks, num_kv_heads, head_size, block_size = pages.shape
     keys = pages.permute(1, 2, 0, 3).reshape(num_kv_heads, head_size, num_blocks * block_size)
     return keys[:, :, :num_tokens]
-
-
-def window_sum(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """`reference.window_sum` for transposed keys, in one pass of three matrix products.
-
-    Args:
-        query: [window, num_heads, head_size].
-        keys: [num_kv_heads, head_size, num_tokens], as from `gather_keys`.
-        scale: Softmax scale.
-
-    Returns:
-        [num_kv_heads, num_queries_per_kv, num_tokens - window] float32.
-    """
-    window, num_heads, head_size = query.shape
-    num_kv_heads, _, num_tokens = keys.shape
-    group = num_heads // num_kv_heads
-    grouped = query.float().mul(scale).view(window, num_kv_heads, group, head_size)
-    grouped = grouped.permute(1, 2, 0, 3).reshape(num_kv_heads, group * window, head_size)
-    num_old = num_tokens - window
-    if num_old == 0:
-        return torch.empty((num_kv_heads, group, 0), dtype=torch.float32, device=keys.device)
-    future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
-    heads_at_once = max(1, MAX_SCORE_BYTES // (group * window * num_tokens * 4))
-    scores = torch.empty((num_kv_heads, group, num_old), dtype=torch.float32, device=keys.device)
-    for first in range(0, num_kv_heads, heads_at_once):
-        heads = slice(first, min(first + heads_at_once, num_kv_heads))
-        logits = torch.bmm(grouped[heads], keys[heads].float())
-        logits = logits.view(-1, window, num_tokens)
-        logits[:, :, num_old:].masked_fill_(future, float("-inf"))
-        logits -= logits.amax(dim=-1, keepdim=True)
-        weights = logits.exp_()
-        # Normalising and summing over the window is one product with 1/denominator.
-        inverse = weights.sum(dim=-1).reciprocal_().unsqueeze(1)
-        torch.bmm(inverse, weights[:, :, :num_old], out=scores[heads].view(-1, 1, num_old))
-    return scores
 
 
 def compact(
@@ -126,34 +87,3 @@ def compact(
         last = blocks[first_block + num_whole]
         key_pages[last, :, :, :rest] = kept_keys[:, :, whole:]
         value_pages[last, :, :rest] = kept_values[:, whole:]
-
-
-def scratch_bytes(
-    window: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    item_bytes: int,
-    num_tokens: int,
-) -> int:
-    """Bytes that scoring and compacting one prompt in one layer hold at once, at most.
-
-    Args:
-        window: Queries of the observation window.
-        num_heads: Query heads of the layer.
-        num_kv_heads: KV heads of the layer.
-        head_size: Size of a head.
-        item_bytes: Bytes of one cache element.
-        num_tokens: Length of the prompt, in tokens.
-    """
-    row = num_kv_heads * num_tokens * head_size
-    # Gathered keys, at first as pages and transposed; then a float copy (where the cache is no
-    # float already) and the logits of the KV heads that are scored at once, and all scores.
-    # Compaction comes after the logits are gone and gathers keys and values once more.
-    gathered = row * item_bytes
-    one_head = num_heads // num_kv_heads * window * num_tokens * 4
-    heads_at_once = max(1, min(num_kv_heads, MAX_SCORE_BYTES // max(1, one_head)))
-    float_keys = 0 if item_bytes == 4 else heads_at_once * head_size * num_tokens * 4
-    scored = heads_at_once * one_head + float_keys + 2 * num_heads * num_tokens * 4
-    moved = 2 * row * item_bytes + 40 * num_kv_heads * num_tokens
-    return gathered + max(gathered, scored, moved)

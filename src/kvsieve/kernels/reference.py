@@ -123,21 +123,6 @@ def compact_pages(
     pages[blocks[target // block_size], target % block_size, heads] = kept
 
 
-def window_sum(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
-    """`window_scores` of the positions before the window.
-
-    Args:
-        query: [window, num_heads, head_size], the last `window` prompt queries with
-            their rotary embedding applied.
-        key: [num_kv_heads, num_tokens, head_size], the whole prompt's keys likewise.
-        scale: Softmax scale, 1/sqrt(head_size) in most models.
-
-    Returns:
-        [num_kv_heads, num_queries_per_kv, num_tokens - window] float32.
-    """
-    return window_scores(query, key, scale)[..., : key.shape[1] - query.shape[0]]
-
-
 def _logits(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
     """Scaled logits [num_kv_heads, group, queries, num_tokens] float32, not masked."""
     num_queries, num_heads, head_size = query.shape
