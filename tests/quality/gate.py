@@ -46,6 +46,7 @@ class Suite:
         tasks: Tasks of `kvsieve eval`.
         lengths: Lengths of the prompts, in tokens.
         count: Prompts per task and length.
+        full_layers: Layers that keep everything.
     """
 
     name: str
@@ -53,9 +54,10 @@ class Suite:
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
     count: int
+    full_layers: int = 0
 
 
-SHORT = Suite("short", ("snapkv",), ("niah", "fidelity", "recall"), (1024,), 4)
+SHORT = Suite("short", ("kvsieve",), ("niah", "fidelity", "recall"), (1024,), 4)
 LONG = Suite(
     "long",
     ("snapkv", "streaming_llm"),
@@ -65,6 +67,7 @@ LONG = Suite(
     ),
     (1024,),
     8,
+    full_layers=3,
 )
 SUITES = {suite.name: suite for suite in (SHORT, LONG)}
 
@@ -98,6 +101,7 @@ def run(suite: Suite, policies: tuple[str, ...], folder: Path) -> list[Record]:
         settings=every_setting(policies, BUDGETS),
         chat=False,
         out=folder,
+        sieve={"full_layers": suite.full_layers},
         flags=FLAGS,
         concurrency=4,
     )
