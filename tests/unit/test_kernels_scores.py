@@ -58,6 +58,21 @@ def test_window_scores_are_the_softmax_summed_over_queries(shape: Shape, impl: s
             torch.testing.assert_close(reduced.double(), by_head.sum(1), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("poisoned_scratch")
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_powers_come_from_one_pass(shape: Shape, impl: str) -> None:
+    inputs = make_inputs(shape)
+    weights = weights_of(inputs)
+
+    sums, squares = kernels.window_scores_and_squares(
+        inputs.query, inputs.key, inputs.scale, impl=impl
+    )
+
+    torch.testing.assert_close(sums.double(), weights.sum(dim=2), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(squares.double(), (weights**2).sum(dim=2), rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "transposed"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_keys_may_lie_in_any_cache(layout: str, impl: str) -> None:

@@ -15,6 +15,7 @@ from kvsieve.kernels.call import (
     key_redundancy,
     output_norms,
     window_scores,
+    window_scores_and_squares,
 )
 from kvsieve.kernels.pages import PagedRows, Rows
 
@@ -29,4 +30,5 @@ __all__ = [
     "key_redundancy",
     "output_norms",
     "window_scores",
+    "window_scores_and_squares",
 ]

@@ -29,6 +29,7 @@ Implementation = Literal["reference", "cpu", "triton"]
 # asked for, never before: a server on a CPU has none.
 _MODULES: dict[str, dict[str, str]] = {
     "window_scores": {"reference": "reference", "cpu": "cpu_scores", "triton": "triton_scores"},
+    "window_scores_and_squares": {"reference": "reference", "cpu": "cpu_scores"},
     "attention_sums": {"reference": "reference", "cpu": "cpu_scores"},
     "grouped_window_mean": {"reference": "reference", "cpu": "cpu_scores"},
     "key_redundancy": {"reference": "reference", "cpu": "cpu_rows"},
@@ -120,6 +121,30 @@ def window_scores(
         query, rows, scale, power=power, lse=lse, reduce_group=reduce_group
     )
     return scores
+
+
+def window_scores_and_squares(
+    query: torch.Tensor, keys: Rows, scale: float, *, impl: Implementation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both powers of `window_scores` from one pass over the keys.
+
+    Args:
+        query: [W, H, d], W at most N.
+        keys: [G, N, d] in any strides, or paged.
+        scale: Softmax scale.
+        impl: "reference" or "cpu".
+
+    Returns:
+        Sums of the weights and of their squares, [G, r, N] float32 each.
+
+    Raises:
+        KernelError: The implementation is not there.
+        ValueError: The shapes do not fit.
+    """
+    function = _find("window_scores_and_squares", impl)
+    _check_query(query, keys)
+    both: tuple[torch.Tensor, torch.Tensor] = function(query, as_dense(keys), scale)
+    return both
 
 
 def attention_sums(

@@ -53,6 +53,17 @@ def window_scores(
     return _scores_by_rows(query, key, scale, power, reduce_group, None)
 
 
+def window_scores_and_squares(
+    query: torch.Tensor, key: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `call.window_scores_and_squares`."""
+    group = query.shape[1] // key.shape[0]
+    squares = torch.zeros(
+        (key.shape[0], group, key.shape[1]), dtype=torch.float32, device=key.device
+    )
+    return _scores_by_rows(query, key, scale, 1, False, None, squares), squares
+
+
 def attention_sums(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -170,8 +181,12 @@ def _scores_by_rows(
     power: int,
     reduce_group: bool,
     noise: torch.Tensor | None,
+    squares: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Column sums of softmax(scale * q.k + noise) ** power; noise is in base 2 already."""
+    """Column sums of softmax(scale * q.k + noise) ** power; noise is in base 2 already.
+
+    The sums of the squares are added to `squares`, [G, r, N], where it is given.
+    """
     num_queries, num_heads, _ = query.shape
     num_kv_heads, num_tokens, _ = key.shape
     group = num_heads // num_kv_heads
@@ -208,6 +223,9 @@ def _scores_by_rows(
         for index, head in enumerate(range(rows.heads.start, rows.heads.stop)):
             mine = inverse[index * taken : (index + 1) * taken]
             scores[rows.kv_head, head, :columns].addmv_(by_head[index].t(), mine)
+            if squares is not None:
+                squared = by_head[index].square_()
+                squares[rows.kv_head, head, :columns].addmv_(squared.t(), mine.square())
     return scores.squeeze(1) if reduce_group else scores
 
 

@@ -33,6 +33,13 @@ def window_scores(
     return scores.sum(dim=1) if reduce_group else scores
 
 
+def window_scores_and_squares(
+    query: torch.Tensor, key: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both powers of `window_scores`."""
+    return window_scores(query, key, scale), window_scores(query, key, scale, power=2)
+
+
 def attention_sums(
     query: torch.Tensor,
     key: torch.Tensor,

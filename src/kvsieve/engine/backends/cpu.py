@@ -102,10 +102,14 @@ class CpuEvidence:
 
     def window_attention(self, power: Literal[1, 2] = 1) -> torch.Tensor:
         """See `Evidence`."""
-        if power not in self._window_attention:
-            self._window_attention[power] = call.window_scores(
-                self._window, self._key_rows, self._scale, impl="cpu", power=power
+        known = self._window_attention
+        if power == 2 and 2 not in known:
+            # What is lost is counted from the first power, so that is needed too.
+            known[1], known[2] = call.window_scores_and_squares(
+                self._window, self._key_rows, self._scale, impl="cpu"
             )
+        elif power not in known:
+            known[power] = call.window_scores(self._window, self._key_rows, self._scale, impl="cpu")
         return self._window_attention[power]
 
     def grouped_window_mean(self) -> torch.Tensor:
