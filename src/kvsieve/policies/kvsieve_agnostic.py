@@ -16,7 +16,7 @@ def weighty_difference(evidence: Evidence) -> torch.Tensor:
 
     1 less the cosine is at least 0, so that a large value counts for a token and never against.
     """
-    norms = torch.linalg.vector_norm(evidence.values(), dim=-1).unsqueeze(1)
+    norms: torch.Tensor = torch.linalg.vector_norm(evidence.values(), dim=-1).unsqueeze(1)
     return (1 + key_difference(evidence)) * norms
 
 
