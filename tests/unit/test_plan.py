@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from kvsieve import BudgetRule, ConfigError, SieveConfig
 from kvsieve.cli.main import app
+from kvsieve.core.cost import request_cost
 from kvsieve.core.plan import (
     group_layers,
     make_plan,
-    request_cost,
     tier_sizes,
 )
 from kvsieve.core.tiers import make_tiers

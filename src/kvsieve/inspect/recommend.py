@@ -17,13 +17,13 @@ import torch
 
 from kvsieve.core.budget import BudgetRule, sieve_start
 from kvsieve.core.config import SieveConfig
+from kvsieve.core.cost import request_cost
 from kvsieve.core.notation import layer_list
 from kvsieve.core.plan import (
     MAX_GROUPS,
     LayerPlan,
     group_layers,
     make_plan,
-    request_cost,
 )
 from kvsieve.policies import Evidence, Policy, attention_mass_lost, find_method
 

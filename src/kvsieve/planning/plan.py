@@ -10,6 +10,7 @@ from typing import Any
 
 from kvsieve.core.budget import stored_tokens
 from kvsieve.core.config import SieveConfig
+from kvsieve.core.cost import request_cost
 from kvsieve.core.errors import ConfigError
 from kvsieve.core.plan import (
     MAX_GROUPS,
@@ -17,7 +18,6 @@ from kvsieve.core.plan import (
     LayerPlan,
     group_layers,
     make_plan,
-    request_cost,
 )
 from kvsieve.core.tiers import LayerTier, PyramidBudgets, make_tiers
 
