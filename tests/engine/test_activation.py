@@ -130,7 +130,7 @@ def test_a_bad_setting_is_refused_before_anything_is_loaded(
 ) -> None:
     assert "did you mean 'budget'" in str(v1_host.call(configure, tiny_llama, {"budgt": 1}, {}))
     too_small = v1_host.call(configure, tiny_llama, {"budget": 100}, {}, block_size=128)
-    assert "smallest legal budget is 164" in str(too_small)
+    assert "smallest legal budget is 140" in str(too_small)
 
 
 def refusals_of_a_model(**model: bool) -> list[str]:

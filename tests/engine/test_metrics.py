@@ -21,6 +21,7 @@ from tests.engine.server import Server, free_port
 pytestmark = pytest.mark.engine
 
 LONG = (Path(__file__).parents[2] / "LICENSE").read_text()
+SIEVE = ["--budget", "128", "--full-layers", "3"]
 FLAGS = [
     *["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"],
     *["--kv-cache-memory-bytes", "500M", "--max-num-batched-tokens", "512"],
@@ -59,7 +60,7 @@ def settled(server: Server) -> Samples:
 @pytest.fixture(scope="module")
 def server(real_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
-    command = [*SERVE, real_model, "--budget", "128", *FLAGS, "--port", str(port)]
+    command = [*SERVE, real_model, *SIEVE, *FLAGS, "--port", str(port)]
     with Server(command, port, tmp_path_factory.mktemp("metrics") / "log") as server:
         yield server
 
@@ -186,7 +187,7 @@ def test_several_api_processes_show_one_sum(
     folder.mkdir()
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
     port = free_port()
-    command = [*SERVE, real_model, "--budget", "128", *FLAGS, "--port", str(port)]
+    command = [*SERVE, real_model, *SIEVE, *FLAGS, "--port", str(port)]
     command += ["--api-server-count", "2"]
     reports: list[dict[str, Any]] = []
     with Server(command, port, tmp_path / "log") as server:
