@@ -267,7 +267,7 @@ def refused(*arguments: str) -> str:
 def test_all_that_is_wrong_with_a_command_is_said_at_once() -> None:
     said = refused(
         *("/nowhere", "--lengths", "64,x", "--tasks", "niah,niahh", "--budgets", "full,5x"),
-        *("--policies", "knorm", "--budget", "64", "--port=1", "--mode", "full"),
+        *("--policies", "nosuch", "--budget", "64", "--port=1", "--mode", "full"),
         *("--served-model-name", "m", "--pool-size", "4", "--max-prompt-tokens", "99"),
     )
     for part in (
@@ -276,7 +276,7 @@ def test_all_that_is_wrong_with_a_command_is_said_at_once() -> None:
         "no task 'niahh'",
         "leave 'full' out of the budgets",
         "'5x'",
-        "'knorm'",
+        "'nosuch'",
         "--budget: the budgets to compare are given to --budgets",
         "--port: an evaluation starts and addresses its servers itself",
         "--mode: the servers of an evaluation sieve",

@@ -25,6 +25,7 @@ from kvsieve.inspect.model import load_model
 from kvsieve.inspect.page import inspection_page, print_inspection, sink_words
 from kvsieve.inspect.recommend import Bounds
 from kvsieve.inspect.run import Inspection, InspectSettings, inspect_loaded, inspect_model
+from kvsieve.policies import parse_settings
 from tests.engine.models import VOCABULARY, tiny_model
 
 WORDS = [f"w{number}" for number in range(VOCABULARY - 20)]
@@ -88,7 +89,9 @@ def look(model: str, files: list[Path], **settings: Any) -> Inspection:
 
 @pytest.fixture(scope="module")
 def found(make_model: Callable[..., str], files: list[Path]) -> Inspection:
-    return look(make_model(), files, bounds=Bounds(0.2))
+    return look(
+        make_model(), files, bounds=Bounds(0.2), config=parse_settings({"policy": "snapkv"})
+    )
 
 
 def test_prediction_is_what_snapkv_loses_on_eager_attention(

@@ -9,12 +9,12 @@ from kvsieve.policies import parse_settings, policy_from_config
 
 
 def test_slots_follow_the_smallest_budget() -> None:
-    config = parse_settings({"budget": 256, "min_budget": 200})
+    config = parse_settings({"policy": "snapkv", "budget": 256, "min_budget": 200})
     snapkv = policy_from_config(config)
     assert num_ring_slots(config, snapkv, 32, 2048, 256) == 16
     assert num_ring_slots(config, snapkv, 32, 8192, 256) == 8192 // 256 + 2
     assert num_ring_slots(config, snapkv, 32, 8192, 4) == 4
-    share = parse_settings({"budget": "10%"})
+    share = parse_settings({"policy": "snapkv", "budget": "10%"})
     assert num_ring_slots(share, snapkv, 32, 8192, 256) == 8192 // 68 + 2
 
 
