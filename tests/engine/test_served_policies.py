@@ -20,8 +20,15 @@ import torch
 from kvsieve.demo.document import demo_document
 from kvsieve.kernels.dense import DenseEvidence
 from kvsieve.policies import METHODS, Policy, Rotary, parse_settings, policy_from_config
-from tests.engine.engines import Generated, drop_engine, generate, make_engine
+from tests.engine.engines import (
+    Generated,
+    drop_engine,
+    generate,
+    make_engine,
+    worker,
+)
 from tests.engine.host import EngineHost
+from tests.engine.models import random_prompt
 from tests.thirdparty.capture import LayerTensors, capture_layers, rotary_table
 
 pytestmark = pytest.mark.engine
@@ -117,6 +124,49 @@ def test_served_policy_keeps_what_its_definition_keeps(
             total += kept.numel()
     assert different == explained, f"{different - explained} of {total} positions differ"
     assert explained <= max(2, MAX_TIE_SHARE * total)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_prompts_that_are_gathered_wait_for_each_other_and_read_no_cache(
+    runner: str, request: pytest.FixtureRequest, tiny_llama: str
+) -> None:
+    host: EngineHost = request.getfixturevalue(f"{runner}_host")
+    # More prompts than are gathered at once, in chunks that mix them.
+    prompts = [random_prompt(length, length) for length in (300, 517, 260, 444, 390, 351)]
+    host.call(
+        make_engine,
+        "gathered",
+        tiny_llama,
+        {"policy": "h2o", "budget": 96},
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_batched_tokens=160,
+        enable_prefix_caching=True,
+    )
+    first = host.call(generate, "gathered", prompts, {"max_tokens": 3})
+    again = host.call(generate, "gathered", prompts, {"max_tokens": 3})
+    alone = [host.call(generate, "gathered", [prompt], {"max_tokens": 3})[0] for prompt in prompts]
+    open_states = host.call(num_gathered, "gathered")
+    host.call(drop_engine, "gathered")
+
+    assert open_states == [0, 0]
+    for one, *others in zip(first, again, alone, strict=True):
+        assert one.report["sieved"] and one.kept
+        for other in others:
+            assert other.token_ids == one.token_ids
+            for layer, kept in one.kept.items():
+                assert (kept == other.kept[layer]).float().mean() > 0.99
+
+
+def num_gathered(name: str) -> list[int]:
+    """Runs in an engine's process: prompts still being gathered, and windows still open.
+
+    An engine hears that requests ended with the next step.
+    """
+    generate(name, [[5]], {"max_tokens": 1})
+    generate(name, [[5]], {"max_tokens": 1})
+    sieve = worker(name).sieve
+    return [sieve._gathers.num_open, sieve.observer.num_open]
 
 
 def check_proof(answer: Generated, prompt_tokens: int, name: str) -> None:
