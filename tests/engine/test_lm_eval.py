@@ -22,7 +22,19 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs/evaluation.md").read_text()
 FLAGS = [
-    *["--budget", "256", "--dtype", "float32", "--enforce-eager", "--max-model-len", "8192"],
+    *[
+        "--policy",
+        "snapkv",
+        "--full-layers",
+        "3",
+        "--budget",
+        "256",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "8192",
+    ],
     *["--kv-cache-memory-bytes", "600M", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"],
 ]
 
