@@ -71,7 +71,7 @@ def session(server: Server, model: str, out: Path, *budgets: str) -> Session:
     return Session(
         model=model,
         wanted=Wanted(TASKS, (), (LENGTH,), 2, 0),
-        settings=every_setting(["snapkv"], budgets),
+        settings=every_setting(["kvsieve"], budgets),
         chat=False,
         out=out,
         endpoint=Endpoint(server.url, model),
@@ -96,7 +96,7 @@ def test_the_command_judges_a_running_server(server: Server, real_model: str, ou
     found = EvalResults.model_validate_json((out / "results.json").read_text())
     by_name = {(one.task, one.setting): one for one in found.tasks}
     assert len(found.records) == len(TASKS) * 2 * 2
-    full, half = (by_name["fidelity", name] for name in ("full", "snapkv 50%"))
+    full, half = (by_name["fidelity", name] for name in ("full", "kvsieve 50%"))
     # The model finds a needle at this length, and half of the cache shifts its distribution a bit.
     assert by_name["niah", "full"].score.value == 1.0
     assert full.score.value == 1.0 and full.kv_share == 1.0
@@ -104,13 +104,13 @@ def test_the_command_judges_a_running_server(server: Server, real_model: str, ou
     assert half.sieved_share == 1.0 and 0.5 < half.kv_share < 0.7 and 0 < half.mass_lost < 0.2
     assert all(record.prompt_tokens <= LENGTH for record in found.records)
     assert any(record.cached_tokens for record in found.records if not record.setting.is_full)
-    assert "snapkv 50%" in done.stdout and found.run["endpoint"] == server.url
+    assert "kvsieve 50%" in done.stdout and found.run["endpoint"] == server.url
     with browser() as page:
         for width in (1300, 400):
             page.open(out / "report.html", width=width, phone=width == 400)
             assert page.complaints == [] and len(page.requested) == 1
             assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert "snapkv 50%" in page.evaluate("document.body.innerText")
+        assert "kvsieve 50%" in page.evaluate("document.body.innerText")
 
 
 def test_a_finished_run_asks_nothing(server: Server, real_model: str, out: Path) -> None:
@@ -137,7 +137,7 @@ def test_another_budget_is_asked_alone_and_compared(
     assert after["sieve"] - before["sieve"] == 6 + 3
     # Full KV where its distribution is needed again, and one request at first.
     assert after["full"] - before["full"] == 2 + 1
-    assert {one.setting for one in found.of("all")} == {"full", "snapkv 50%", "snapkv 128"}
+    assert {one.setting for one in found.of("all")} == {"full", "kvsieve 50%", "kvsieve 128"}
     (tmp_path / "after.json").write_text(found.model_dump_json())
     done = kvsieve(
         *("eval", "--compare", str(out / "results.json"), str(tmp_path / "after.json")),
@@ -170,11 +170,11 @@ def test_budgets_below_the_smallest_are_refused_together(
     server: Server, real_model: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        run(session(server, real_model, tmp_path, "3", "50%", "67"))
+        run(session(server, real_model, tmp_path, "3", "50%", "43"))
 
     three, nearly = caught.value.reasons
-    assert "kv_budget 3 is too small: the smallest that this server allows is 68" in three
-    assert "kv_budget 67 is too small" in nearly
+    assert "kv_budget 3 is too small: the smallest that this server allows is 44" in three
+    assert "kv_budget 43 is too small" in nearly
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1
 
 

@@ -301,6 +301,7 @@ def test_the_command_shows_and_writes(model: str, double: Double, tmp_path: Path
     arguments = [
         *(model, "--base-url", double.url, "--served-model-name", "model", "--out", str(out)),
         *("--tasks", "niah,fidelity", "--lengths", "600", "--count", "2", "--budgets", "200"),
+        *("--policies", "snapkv"),
     ]
     done = command(*arguments)
     assert done.exit_code == 0, done.output

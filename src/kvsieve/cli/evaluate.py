@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from kvsieve.cli import options
+from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
 
 _TASKS = "niah,niah_essay,second_question,instruction,fidelity,recall"
@@ -39,8 +40,10 @@ def evaluate(
     ] = None,
     policies: Annotated[
         str,
-        typer.Option(help="Policies to compare: snapkv, streaming_llm, random."),
-    ] = "snapkv",
+        typer.Option(
+            help="Policies to compare, separated by commas; `kvsieve policies` lists them."
+        ),
+    ] = SieveConfig.model_fields["policy"].default,
     budgets: Annotated[
         str, typer.Option(help="Budgets to compare: tokens, or shares such as '25%'.")
     ] = "50%,25%",
