@@ -76,8 +76,9 @@ def result(real_model: str, kept: list[BenchResult]) -> Iterator[BenchResult]:
 
 def servers() -> list[psutil.Process]:
     """The servers that this process started and that still run."""
-    children = psutil.Process().children()
-    return [child for child in children if "--served-model-name" in child.cmdline()]
+    # Of one that ended and was not waited for yet the system knows no command line.
+    children = ((child, child.as_dict(["cmdline"])) for child in psutil.Process().children())
+    return [child for child, facts in children if "--served-model-name" in (facts["cmdline"] or ())]
 
 
 def test_every_arm_ran_the_same_load_in_alternating_order(result: BenchResult) -> None:
