@@ -10,7 +10,7 @@ from kvsieve.policies.options import read_number
 from kvsieve.policies.policy import Policy
 from kvsieve.policies.reduce import HeadReduction, weigh_heads
 from kvsieve.policies.select import select_positions
-from kvsieve.policies.snapkv import window_attention
+from kvsieve.policies.snapkv import SNAPKV, window_attention
 
 OPTIONS = {"alpha": 0.5}
 
@@ -71,11 +71,6 @@ ADAKV = Method(
     source="arXiv 2407.11550",
     sees_question=True,
     build=build,
-    defaults={
-        "observation_window": 32,
-        "pooling": "max",
-        "pool_size": 7,
-        "num_sink_tokens": 4,
-    },
+    defaults=SNAPKV.defaults,
     options=OPTIONS,
 )

@@ -9,7 +9,7 @@ from kvsieve.policies.evidence import Evidence
 from kvsieve.policies.method import Method
 from kvsieve.policies.options import read_number
 from kvsieve.policies.policy import Policy, Refine
-from kvsieve.policies.snapkv import window_attention
+from kvsieve.policies.snapkv import SNAPKV, window_attention
 
 OPTIONS = {"first_stage_ratio": 0.5, "epsilon": 1e-4}
 
@@ -69,11 +69,6 @@ CRITICALKV = Method(
     source="arXiv 2502.03805",
     sees_question=True,
     build=build,
-    defaults={
-        "observation_window": 32,
-        "pooling": "max",
-        "pool_size": 7,
-        "num_sink_tokens": 4,
-    },
+    defaults=SNAPKV.defaults,
     options=OPTIONS,
 )

@@ -16,6 +16,7 @@ from kvsieve.policies.method import Method
 from kvsieve.policies.options import read_number
 from kvsieve.policies.policy import Policy, Score
 from kvsieve.policies.reduce import sum_of_group, weigh_heads
+from kvsieve.policies.snapkv import SNAPKV
 
 OPTIONS = {"head_scores": None, "beta": 1.005, "temp": 1.0}
 
@@ -154,11 +155,6 @@ HEADKV = Method(
     source="arXiv 2410.19258",
     sees_question=True,
     build=build,
-    defaults={
-        "observation_window": 32,
-        "pooling": "max",
-        "pool_size": 7,
-        "num_sink_tokens": 4,
-    },
+    defaults=SNAPKV.defaults,
     options=OPTIONS,
 )

@@ -9,6 +9,7 @@ from kvsieve.policies.evidence import Evidence
 from kvsieve.policies.method import Method
 from kvsieve.policies.policy import Policy
 from kvsieve.policies.reduce import sum_of_group
+from kvsieve.policies.snapkv import SNAPKV
 
 
 def squared_attention(evidence: Evidence) -> torch.Tensor:
@@ -32,10 +33,5 @@ KV_COMPRESS = Method(
     source="arXiv 2410.00161",
     sees_question=True,
     build=build,
-    defaults={
-        "observation_window": 32,
-        "pooling": "max",
-        "pool_size": 7,
-        "num_sink_tokens": 4,
-    },
+    defaults=SNAPKV.defaults,
 )
