@@ -199,3 +199,9 @@ def test_a_broken_key_goes_and_changes_nothing_else(name: str) -> None:
     scores = policy.candidate_scores(tensors.evidence(policy), 60)
     scores[0, 17] = float("-inf")
     assert len(set(half) - set(scores[0].topk(60).indices.tolist()) - {0, 1, 2, 3}) <= 3
+
+
+def test_a_chunk_longer_than_the_prompt_is_the_prompt() -> None:
+    scores = torch.rand(300, generator=torch.Generator().manual_seed(0))
+
+    assert torch.equal(rank_by_chunk(scores, 2**31 - 1), rank_by_chunk(scores, 300))

@@ -251,6 +251,9 @@ def test_a_request_scales_budgets_by_layers(
     mean = Fraction(first * (last - 2) + second * (29 - last), 27)
 
     expected = [max(68, int(each * wanted / mean)) for each in (first, second)]
+    if wanted >= prompt:
+        # All of the prompt: no layer may lose any of it.
+        expected = [wanted, wanted]
     assert tokens(tiers, prompt, BudgetRule(tokens=wanted, min_tokens=68)) == expected
     assert tiers[0].rule.mean_for(prompt, BudgetRule(tokens=wanted)) == wanted
 
@@ -368,3 +371,12 @@ def test_a_rule_says_what_it_is() -> None:
     assert str(by_layers[0].rule) == "300 tokens, scaled to a mean of 512 tokens"
     assert isinstance(pyramids[0].rule.budgets, PyramidBudgets)
     assert isinstance(by_layers[0].rule.budgets, ExplicitBudgets)
+
+
+@pytest.mark.parametrize("prompt_tokens", [200, 4000])
+def test_all_of_a_prompt_is_all_of_it_in_every_layer(prompt_tokens: int) -> None:
+    config = SieveConfig.parse({"layer_budgets": {"0-2": 2048, "3-29": "5%"}})
+    tiers = make_tiers(config, make_plan(tuple(range(30)), (), 0), 32)
+
+    for requested in (BudgetRule(share=1.0), BudgetRule(tokens=prompt_tokens)):
+        assert all(t.rule.tokens_for(prompt_tokens, requested) >= prompt_tokens for t in tiers)

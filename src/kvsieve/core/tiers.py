@@ -176,7 +176,12 @@ class ExplicitBudgets:
         wanted = requested or self.rule
         if wanted is None:
             return tuple(given)
-        scale = wanted.tokens_for(prompt_tokens) * sum(self.sizes)
+        mean = wanted.tokens_for(prompt_tokens)
+        if mean >= prompt_tokens:
+            # The whole prompt was asked for: scaling would give a part of it to layers that
+            # cannot use it, and sieve the others.
+            return (mean,) * len(given)
+        scale = mean * sum(self.sizes)
         total = self._total(prompt_tokens)
         return tuple(
             rule.within_bounds(budget * scale // total)

@@ -25,6 +25,8 @@ def rank_by_chunk(scores: torch.Tensor, chunk_length: int) -> torch.Tensor:
         [n] int64: 0 for the worst position; of equals the later one is the better.
     """
     num_positions = scores.shape[0]
+    # Longer chunks than the prompt are one chunk, and would only be padded.
+    chunk_length = min(chunk_length, max(1, num_positions))
     padding = -num_positions % chunk_length
     chunks = torch.nn.functional.pad(scores, (0, padding), value=float("nan"))
     means = chunks.view(-1, chunk_length).nanmean(dim=1)
