@@ -6,13 +6,13 @@ from typing import Any
 
 from kvsieve.policies import parse_settings, policy_from_config
 from pairing.arm import Arm, Lab
-from pairing.gate import pass_gate, require_sieved
+from pairing.gate import pass_gate
 from pairing.records import spread, verdict
+from pairing.scoring import AIM, prefills
 from pairing.workload import ModelShape, Options
 
-AIM = 0.015
-"""Scoring and compaction over prefill, for windows up to `AIM_WINDOW`."""
 AIM_WINDOW = 64
+"""Observation windows to which `AIM` applies, in tokens, at most."""
 AIM_OVER_FLOPS = 1.3
 """The same share over the share of its floating-point operations, for larger windows."""
 AIM_GATHER = 0.35
@@ -72,14 +72,7 @@ def _prefill(
     lab: Lab, options: Options, arm: Arm, name: str, length: int, repeats: int
 ) -> list[dict[str, Any]]:
     results = []
-    # The first prompt of a length allocates what the later ones reuse: it is not counted.
-    for repeat in range(-1, repeats):
-        arm.call("submit", [options.prompt_ids(length, repeat, "policies")], [2])
-        steps, seconds = arm.call("sieve_steps")
-        require_sieved(arm, arm.call("take_finished"))
-        prefill = sum(step.cpu for step in steps if step.prompt_tokens)
-        if repeat < 0:
-            continue
+    for _, prefill, seconds in prefills(options, arm, length, repeats, "policies"):
         gather = seconds.get("gather", 0.0)
         result = {
             "case": name,

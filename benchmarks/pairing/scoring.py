@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from pairing.arm import Lab
+from pairing.arm import Arm, Lab
 from pairing.gate import pass_gate, require_sieved
 from pairing.records import spread, verdict
 from pairing.workload import Options
@@ -24,15 +25,8 @@ def measure(lab: Lab, options: Options) -> dict[str, Any]:
     gate = pass_gate(options, stock, sieved, options.budget)
     repeats = options.sizes.repeats["scoring"]
     results = []
-    # The first prompt of a length allocates what the later ones reuse: it is not counted.
     for length in options.sizes.scoring_prompts:
-        for repeat in range(-1, repeats):
-            sieved.call("submit", [options.prompt_ids(length, repeat, "scoring")], [2])
-            steps, seconds = sieved.call("sieve_steps")
-            require_sieved(sieved, sieved.call("take_finished"))
-            prefill = sum(step.cpu for step in steps if step.prompt_tokens)
-            if repeat < 0:
-                continue
+        for repeat, prefill, seconds in prefills(options, sieved, length, repeats, "scoring"):
             result = {
                 "prompt_tokens": length,
                 "prefill_cpu_s": prefill,
@@ -64,3 +58,29 @@ def measure(lab: Lab, options: Options) -> dict[str, Any]:
         "repeats": results,
         "summary": summary,
     }
+
+
+def prefills(
+    options: Options, arm: Arm, length: int, repeats: int, place: str
+) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """Prefill prompts of one length alone, one after the other, and check that each was sieved.
+
+    The first one allocates what the later ones reuse: it is not counted.
+
+    Args:
+        options: The command line.
+        arm: A sieved arm.
+        length: Length of the prompts, in tokens.
+        repeats: Prompts that count.
+        place: Where the prompts are used (`Options.random`).
+
+    Yields:
+        The repeat, CPU seconds of the steps that prefilled, and those of the sieve's parts in
+        them (`EngineArm.sieve_steps`).
+    """
+    for repeat in range(-1, repeats):
+        arm.call("submit", [options.prompt_ids(length, repeat, place)], [2])
+        steps, seconds = arm.call("sieve_steps")
+        require_sieved(arm, arm.call("take_finished"))
+        if repeat >= 0:
+            yield repeat, sum(step.cpu for step in steps if step.prompt_tokens), seconds

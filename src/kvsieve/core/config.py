@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -21,6 +20,7 @@ from kvsieve.core.findings import reasons_of
 from kvsieve.core.notation import (
     COUNT,
     MAX_BUDGET,
+    ROLE,
     parse_budget,
     parse_layer_budgets,
     parse_layer_ranges,
@@ -29,8 +29,6 @@ from kvsieve.core.notation import (
 
 CONFIG_KEY = "kvsieve"
 """The key of `additional_config` under which vLLM carries our settings."""
-
-_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}", re.ASCII)
 
 
 class SieveConfig(BaseModel):
@@ -58,7 +56,7 @@ class SieveConfig(BaseModel):
     min_budget: Annotated[int, Field(gt=0, le=MAX_BUDGET)] | None = Field(
         default=None,
         description="The operator's lower bound on the budget, in tokens. Default: the smallest"
-        " legal budget (window, sinks and one block).",
+        " legal budget (recent tokens, sinks and one block).",
     )
     max_budget: Annotated[int, Field(gt=0, le=MAX_BUDGET)] | None = Field(
         default=None,
@@ -170,7 +168,7 @@ class SieveConfig(BaseModel):
     @classmethod
     def _roles_are_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for role in value:
-            if not _ROLE.fullmatch(role) or role == "none":
+            if not ROLE.fullmatch(role) or role == "none":
                 raise ValueError(f"{role[:40]!r} is no role of a chat, such as 'system'")
         return tuple(dict.fromkeys(value))
 

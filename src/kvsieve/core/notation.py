@@ -16,6 +16,9 @@ MAX_BUDGET = 10**9
 LAYER_BUDGET_SHAPES = ("uniform", "pyramid")
 """The values of `layer_budgets` that are no budgets by layer range."""
 
+ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}", re.ASCII)
+"""A role of a chat."""
+
 COUNT = re.compile(r"^\s*([0-9]{1,12})\s*$")
 _PERCENT = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*$")
 _RANGE = re.compile(r"^([0-9]{1,9})(?:-([0-9]{1,9}))?$")

@@ -85,7 +85,7 @@ def tier_sizes(
     vLLM gives all cache groups the same number of layers. Tiers are therefore made of equal
     units of layers; the unit is the one that pads least, then makes the fewest groups, then the
     most even tiers. There are `max_tiers` tiers; fewer where so many would make more groups
-    than the default plan may have, but two if there can be two.
+    than `MAX_GROUPS`, but two if there can be two.
 
     Args:
         num_full: Layers that keep everything.

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from kvsieve.core.budget import BudgetRule, stored_tokens
 from kvsieve.core.config import SieveConfig
+from kvsieve.core.notation import ROLE
 from kvsieve.core.plan import LayerPlan
 from kvsieve.core.tiers import make_tiers, pyramid
 
@@ -34,7 +35,6 @@ Spans: TypeAlias = tuple[Span, ...]
 
 # A position has at most 10 digits, so that it fits into 64 bits between processes.
 _SPAN = re.compile(r"([0-9]{1,10}) *: *([0-9]{1,10})", re.ASCII)
-_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}", re.ASCII)
 _LONGEST_TEXT = 32 * MAX_SPANS
 
 
@@ -75,7 +75,7 @@ def parse_protection(value: Any) -> Protection:
             spans.append((int(match[1]), int(match[2])))
         elif isinstance(item, str) and item.lower() == NOTHING:
             raise _unreadable(value, f"{NOTHING!r} stands alone")
-        elif isinstance(item, str) and _ROLE.fullmatch(item):
+        elif isinstance(item, str) and ROLE.fullmatch(item):
             roles.append(item)
         elif _is_pair(item):
             spans.append((item[0], item[1]))

@@ -9,10 +9,8 @@ hit are never computed (`scheduler.py` lets its window begin with its prompt).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from kvsieve.core.errors import SieveInvariantError
 from kvsieve.engine.rows import StepRows
@@ -36,21 +34,24 @@ class Accumulation:
         self._states: dict[str, dict[str, tuple[int, Any]]] = {}
 
     def record(
-        self, layer_name: str, rows: StepRows, observed: np.ndarray, make_chunk: MakeChunk
+        self,
+        layer_name: str,
+        rows: StepRows,
+        being_read: Sequence[tuple[int, int]],
+        make_chunk: MakeChunk,
     ) -> None:
         """Add a step's prompt queries of one layer.
 
         Args:
             layer_name: The layer.
             rows: The step's rows.
-            observed: [num_rows] bool, whether the row's prompt will be scored.
+            being_read: The rows whose prompt is gathered, and its tokens in the step.
             make_chunk: Makes the chunk of a row.
 
         Raises:
             SieveInvariantError: A chunk does not continue where the last one ended.
         """
-        in_prompt = np.minimum(rows.query_lens, rows.prompt_lens - rows.num_computed)
-        for row in np.nonzero(observed & (in_prompt > 0))[0].tolist():
+        for row, count in being_read:
             request_id = rows.request_ids[row]
             first, prompt_tokens = int(rows.num_computed[row]), int(rows.prompt_lens[row])
             states = self._states.setdefault(request_id, {})
@@ -63,7 +64,6 @@ class Accumulation:
                     f" queries of {seen} were gathered"
                 )
             begin = int(rows.query_starts[row])
-            count = int(in_prompt[row])
             chunk = make_chunk(row, slice(begin, begin + count), first, prompt_tokens)
             if state is None:
                 state = self._accumulator.start(chunk)

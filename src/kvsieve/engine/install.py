@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvsieve.core.config import CONFIG_KEY, SieveConfig
+from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
 from kvsieve.core.notation import layer_list
 from kvsieve.core.plan import LayerPlan, group_layers, make_plan
@@ -23,10 +23,11 @@ from kvsieve.engine.builder import SIEVE_ATTRIBUTE, sieved_backend
 from kvsieve.engine.layers import SievedLayer, find_output_projection, find_rotary
 from kvsieve.engine.observer import Observer
 from kvsieve.engine.rows import row_reader
+from kvsieve.engine.settings import sieve_config, sieve_policy
 from kvsieve.engine.sieve import Sieve
 from kvsieve.engine.spec import sieved_spec
 from kvsieve.engine.windows import num_ring_slots, watched_queries
-from kvsieve.policies import Policy, parse_settings, policy_from_config
+from kvsieve.policies import Policy
 
 logger = init_logger("vllm.kvsieve.install")
 
@@ -45,7 +46,7 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
     Raises:
         ConfigError: A layer cannot be sieved, or none would be; every reason at once.
     """
-    config = parse_settings(vllm_config.additional_config[CONFIG_KEY])
+    config = sieve_config(vllm_config)
     block_size = vllm_config.cache_config.block_size
     context = vllm_config.compilation_config.static_forward_context
     sievable, untouched = _classify_layers(context, vllm_config)
@@ -63,9 +64,10 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
     }
     _refuse(modules, context.values(), block_size)
 
-    policy = policy_from_config(config)
+    policy = sieve_policy(vllm_config)
     model = runner.get_model()
     needs_projection = "output_norms" in policy.looks_at
+    needs_rotary = "rotary" in policy.looks_at
     layers = [
         SievedLayer(
             name,
@@ -74,7 +76,7 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
             sieved_spec(
                 sievable[name][1], rule_of[extract_layer_index(name)], watched_queries(policy)
             ),
-            find_rotary(model, name),
+            find_rotary(model, name) if needs_rotary else None,
             find_output_projection(model, name, module) if needs_projection else None,
         )
         for name, module in modules.items()

@@ -38,7 +38,7 @@ def find_rotary(model: Any, name: str) -> Rotary | None:
     cos_sin = getattr(module, "cos_sin_cache", None)
     if not isinstance(cos_sin, torch.Tensor) or cos_sin.dim() != 2:
         return None
-    return Rotary(cos_sin.float(), bool(module.is_neox_style))
+    return Rotary(cos_sin, bool(module.is_neox_style))
 
 
 def find_output_projection(model: Any, name: str, module: Any) -> torch.Tensor | None:

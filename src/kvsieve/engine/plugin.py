@@ -18,6 +18,7 @@ from kvsieve.engine.frontend.protected_roles import (
     protected_spans,
     refusing,
 )
+from kvsieve.engine.settings import sieve_config
 from kvsieve.engine.wrapping import wrap
 from kvsieve.policies import parse_settings
 
@@ -93,7 +94,7 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
             "streaming input is not served together with kvsieve: a prompt that grows would move"
             " the start of what is kept; send the whole prompt in one request"
         )
-    config = parse_settings(vllm_config.additional_config[CONFIG_KEY])
+    config = sieve_config(vllm_config)
     params = call.get("params")
     extra_args = getattr(params, "extra_args", None)
     block_size = vllm_config.cache_config.block_size

@@ -28,11 +28,11 @@ from kvsieve.engine.manager import SievedManager
 from kvsieve.engine.prefix_cache import bind_prefix_cache_rules
 from kvsieve.engine.proof import Proof
 from kvsieve.engine.requests import PlannedRequests
+from kvsieve.engine.settings import sieve_config, sieve_policy
 from kvsieve.engine.step_message import StepMessage, attach_message
 from kvsieve.engine.tail_copies import TailCopies
 from kvsieve.engine.windows import OpenWindows, num_ring_slots, watched_queries
 from kvsieve.engine.worker_report import take_rows
-from kvsieve.policies import parse_settings, policy_from_config
 
 logger = init_logger("vllm.kvsieve.scheduler")
 
@@ -58,8 +58,8 @@ class SieveSchedulerMixin(_Base):
             for manager in self.kv_cache_manager.coordinator.single_type_managers
             if isinstance(manager, SievedManager)
         )
-        self._config = parse_settings(self.vllm_config.additional_config[CONFIG_KEY])
-        policy = policy_from_config(self._config)
+        self._config = sieve_config(self.vllm_config)
+        policy = sieve_policy(self.vllm_config)
         self._watched = watched_queries(policy)
         self._block_size = self.sieved_managers[0].spec.manager_block_size
         self._mode: Mode = self._config.mode

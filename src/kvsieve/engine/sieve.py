@@ -121,7 +121,7 @@ class Sieve:
             prompt = self._prompt(step, layer, row, prompt_tokens)
             return adapter_for(layer.module.backend.name).chunk(prompt, queries[tokens], first)
 
-        self._gathers.record(layer_name, step.rows, step.observed, make_chunk)
+        self._gathers.record(layer_name, step.rows, step.being_read, make_chunk)
 
     def _prompt(self, step: Step, layer: SievedLayer, row: int, prompt_tokens: int) -> CachedPrompt:
         block_table, block_size = step.block_tables[self._group_of[layer.name]]

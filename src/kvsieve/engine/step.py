@@ -129,6 +129,17 @@ class Step:
         planned = [self.view(spec).planned > 0 for spec in self.requests.tiers]
         return np.asarray(np.logical_or.reduce(planned))
 
+    @cached_property
+    def being_read(self) -> list[tuple[int, int]]:
+        """The observed rows that have tokens of their prompt in the step, and how many."""
+        assert self.rows is not None
+        rows = self.rows
+        in_prompt = np.minimum(rows.query_lens, rows.prompt_lens - rows.num_computed)
+        return [
+            (row, int(in_prompt[row]))
+            for row in np.nonzero(self.observed & (in_prompt > 0))[0].tolist()
+        ]
+
 
 def row_shift(view: SievedView, common: CommonAttentionMetadata, block_size: int) -> Shift:
     """What the rows of a step lose in the groups of a view.

@@ -17,8 +17,8 @@ class Rotary:
     """A layer's rotary embedding.
 
     Attributes:
-        cos_sin: [num_positions, rotary_dim] float32: the cosines of all frequencies, then the
-            sines, per position (vLLM's `cos_sin_cache`).
+        cos_sin: [num_positions, rotary_dim] of a floating-point type: the cosines of all
+            frequencies, then the sines, per position (vLLM's `cos_sin_cache`).
         is_neox: Whether a pair is (i, i + rotary_dim / 2); otherwise (2i, 2i + 1).
     """
 

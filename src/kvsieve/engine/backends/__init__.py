@@ -85,7 +85,7 @@ class BackendAdapter(Protocol):
     def scratch_bytes(layer: Any, policy: Policy, prompt_tokens: int) -> int:
         """Bytes that scoring and compacting one prompt of that length need at once.
 
-        What a policy gathers over a whole prompt counts too, for one prompt.
+        What a policy gathers while prompts are read is not among them (`Sieve.scratch_bytes`).
         """
         ...
 

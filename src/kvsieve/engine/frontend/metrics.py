@@ -20,8 +20,8 @@ from kvsieve.core.config import CONFIG_KEY
 from kvsieve.core.counters import SieveCounters
 from kvsieve.core.treatment import MODES
 from kvsieve.engine.activation import is_configured
+from kvsieve.engine.settings import sieve_config
 from kvsieve.engine.wrapping import wrap
-from kvsieve.policies import parse_settings
 
 logger = logging.getLogger("vllm.kvsieve.metrics")
 
@@ -230,7 +230,7 @@ def init_stat_logger_manager(
     metrics = SieveMetrics(
         model_name=vllm_config.model_config.served_model_name,
         engines=manager.engine_indexes,
-        mode=parse_settings(vllm_config.additional_config[CONFIG_KEY]).mode,
+        mode=sieve_config(vllm_config).mode,
         pool_blocks=num_blocks - 1 if num_blocks else None,
     )
     setattr(manager, _ATTRIBUTE, metrics)

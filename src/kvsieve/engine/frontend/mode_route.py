@@ -10,12 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from kvsieve.core.config import CONFIG_KEY
 from kvsieve.core.treatment import MODES
 from kvsieve.engine.activation import is_configured
 from kvsieve.engine.frontend.mode_call import call_mode
+from kvsieve.engine.settings import sieve_config
 from kvsieve.engine.wrapping import wrap
-from kvsieve.policies import parse_settings
 
 # Under /v1, which is what vLLM's `--api-key` covers.
 PATH = "/v1/kvsieve/mode"
@@ -52,7 +51,7 @@ async def set_mode(request: Request) -> JSONResponse:
     client = _engine_client(request)
     if client is None:
         return _no_engine()
-    config = parse_settings(client.vllm_config.additional_config[CONFIG_KEY])
+    config = sieve_config(client.vllm_config)
     if not config.mode_endpoint:
         return _error(
             HTTPStatus.FORBIDDEN,

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvsieve.core.config import CONFIG_KEY, SieveConfig
+from kvsieve.core.config import SieveConfig
 from kvsieve.core.protection import (
     KV_PROTECT_KEY,
     NOTHING,
@@ -36,8 +36,8 @@ from kvsieve.core.protection import (
 from kvsieve.core.treatment import KV_BUDGET_KEY, requested_budget, requested_protection, treat
 from kvsieve.engine.activation import is_configured
 from kvsieve.engine.frontend.marked_chat import MarkedChat, NotLocatedError
+from kvsieve.engine.settings import sieve_config, sieve_policy
 from kvsieve.engine.wrapping import wrap
-from kvsieve.policies import parse_settings, policy_from_config
 
 logger = logging.getLogger("vllm.kvsieve.frontend")
 
@@ -203,7 +203,7 @@ async def _preprocess_chat(
     # Requests that only tokenize have no such field.
     if not hasattr(request, "vllm_xargs") or not is_configured(vllm_config.additional_config):
         return result
-    config = _settings(vllm_config)
+    config = sieve_config(vllm_config)
     with refusing(KV_BUDGET_KEY):
         kv_budget = requested_budget(request.vllm_xargs)
         treat("sieve", config, kv_budget, vllm_config.cache_config.block_size)
@@ -237,7 +237,7 @@ def protected_spans(
         ValueError: `kv_protect` cannot be read or leaves the prompt, roles that the client named
             cannot be located, or some layer stores less than what is protected.
     """
-    config = _settings(vllm_config)
+    config = sieve_config(vllm_config)
     wish, is_clients = _wish(config, extra_args)
     chat: Any = engine_input.get(_CHAT) if isinstance(engine_input, dict) else None
     if not is_clients and (chat is None or not wish.roles):
@@ -254,7 +254,7 @@ def protected_spans(
         "sieve", config, requested_budget(extra_args), block_size, spans or None, prompt_tokens
     )
     if spans and treatment.mode != "full":
-        policy = policy_from_config(config)
+        policy = sieve_policy(vllm_config)
         check_room(
             prompt_tokens,
             count_protected(prompt_tokens, spans, policy.num_sink_tokens, policy.num_recent_tokens),
@@ -287,10 +287,6 @@ def refusing(parameter: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter=parameter) from None
-
-
-def _settings(vllm_config: Any) -> SieveConfig:
-    return parse_settings(vllm_config.additional_config[CONFIG_KEY])
 
 
 def _wish(config: SieveConfig, extra_args: Any) -> tuple[Protection, bool]:
