@@ -36,15 +36,16 @@ def allow(rooms: str = "", packages: str | None = None) -> Allowed:
     return Allowed(frozenset(rooms.split()), names)
 
 
-UP_TO_ENGINE = "kvsieve core policies kernels engine"
+UP_TO_ENGINE = "kvsieve core policies pruning kernels engine"
 
 # One line per room. `kvsieve` is the package's own `__init__`, which re-exports from core.
 RULE = {
     "core": allow(packages="pydantic"),
     "kvsieve": allow("core", packages=""),
     "policies": allow("core", packages="torch"),
+    "pruning": allow("core policies", packages="pydantic torch"),
     "kernels": allow("core", packages="torch triton"),
-    "engine": allow("kvsieve core policies kernels"),
+    "engine": allow("kvsieve core policies pruning kernels"),
     "serving": allow(UP_TO_ENGINE),
     "reports": allow("kvsieve core"),
     "evals": allow(f"{UP_TO_ENGINE} serving reports"),

@@ -26,6 +26,7 @@ from kvsieve.core.notation import (
     parse_layer_ranges,
     parse_share,
 )
+from kvsieve.core.pruning import NO_PRUNING, parse_prune
 
 CONFIG_KEY = "kvsieve"
 """The key of `additional_config` under which vLLM carries our settings."""
@@ -121,6 +122,23 @@ class SieveConfig(BaseModel):
         description="Chat roles whose messages are always kept, such as 'system'.",
     )
 
+    prune: str = Field(
+        default="none",
+        description="Prefill pruning: 'asl', 'fastkv', 'gemfilter' or 'asl-two-pass', with a layer"
+        " if wanted ('fastkv@12'). From the method's layer on, a prompt goes on with as many tokens"
+        " as the budget keeps. 'none' prunes nothing, for no request.",
+    )
+    prune_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Parameters of that method in place of the authors' and the calibration's:"
+        " layer, observed_layers, threshold, max_layer, window, pooling, pool_size,"
+        " num_sink_tokens.",
+    )
+    prune_calibration: str | None = Field(
+        default=None,
+        description="File that `kvsieve calibrate` wrote for this model: the methods' layers.",
+    )
+
     @field_validator("budget", "min_budget", "max_budget", "full_layers", mode="before")
     @classmethod
     def _no_booleans(cls, value: Any) -> Any:
@@ -172,6 +190,12 @@ class SieveConfig(BaseModel):
                 raise ValueError(f"{role[:40]!r} is no role of a chat, such as 'system'")
         return tuple(dict.fromkeys(value))
 
+    @field_validator("prune")
+    @classmethod
+    def _prune_is_a_method(cls, value: str) -> str:
+        prune = parse_prune(value)
+        return NO_PRUNING if prune is None else str(prune)
+
     @field_validator("pool_size")
     @classmethod
     def _pool_is_odd(cls, value: int) -> int:
@@ -186,6 +210,10 @@ class SieveConfig(BaseModel):
     def _bounds_are_ordered(self) -> SieveConfig:
         low, high = self.min_budget, self.max_budget
         reasons = []
+        if self.prune != NO_PRUNING and self.layer_budgets != "uniform":
+            reasons.append(
+                "prune needs the same budget in every layer: leave out layer_budgets, or prune"
+            )
         if low is not None and high is not None and low > high:
             reasons.append(f"min_budget ({low}) is above max_budget ({high})")
         for name, tokens in self._budgets_in_tokens():

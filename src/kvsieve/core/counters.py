@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvsieve.core.pruning import PrunedPrompt
+
 GAUGES = ("blocks_held", "pool_blocks", "mode")
 """Fields that say how things are, and not what was added."""
 
@@ -38,6 +40,9 @@ class SieveCounters:
         attention_mass_lost: By mode, for each request that was scored, the share of the
             window's attention that falls on dropped tokens, mean over layers.
         layer_mass_lost: The same shares by mode and layer number (as text), not averaged.
+        pruned_requests: Requests that were to be pruned, by "method/reason".
+        prune_layers: By method, the layer at which each of them was pruned.
+        prune_seconds_saved: Prefill time that pruning saved, as estimated from the layers that ran.
         blocks_held: Blocks in use by layer class, or None if never counted.
         pool_blocks: Blocks that the pool can give to requests, or None if not known.
         mode: The engine's mode, or None if not known.
@@ -54,6 +59,9 @@ class SieveCounters:
     compaction_seconds: dict[str, float] = field(default_factory=dict)
     attention_mass_lost: dict[str, list[float]] = field(default_factory=dict)
     layer_mass_lost: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    pruned_requests: dict[str, int] = field(default_factory=dict)
+    prune_layers: dict[str, list[int]] = field(default_factory=dict)
+    prune_seconds_saved: float = 0.0
     blocks_held: dict[str, int] | None = None
     pool_blocks: int | None = None
     mode: str | None = None
@@ -74,6 +82,7 @@ class SieveCounters:
         mass_lost: Sequence[float] = (),
         layers: Sequence[int] = (),
         again: bool = False,
+        pruned: PrunedPrompt | None = None,
     ) -> None:
         """Count one prompt that the worker sieved, or scored in shadow mode.
 
@@ -87,12 +96,19 @@ class SieveCounters:
             mass_lost: Share of the window's attention on dropped tokens, per layer.
             layers: The layer's number for each share.
             again: Whether the request was counted before; only work is counted then.
+            pruned: What pruning did while the prompt was read.
         """
         self.compaction_seconds[mode] = self.compaction_seconds.get(mode, 0.0) + seconds
         if mode == "sieve":
             self.compactions += num_layers
         if again:
             return
+        if pruned is not None:
+            key = f"{pruned.method}/{pruned.reason}"
+            self.pruned_requests[key] = self.pruned_requests.get(key, 0) + 1
+            self.prune_seconds_saved += pruned.seconds_saved
+            if pruned.layer is not None:
+                self.prune_layers.setdefault(pruned.method, []).append(pruned.layer)
         if mode == "sieve":
             self.sieved_requests += 1
             self.prompt_tokens += prompt_tokens
@@ -130,6 +146,11 @@ class SieveCounters:
         for mode, layers in other.layer_mass_lost.items():
             for layer, shares in layers.items():
                 self.layer_mass_lost.setdefault(mode, {}).setdefault(layer, []).extend(shares)
+        for key, count in other.pruned_requests.items():
+            self.pruned_requests[key] = self.pruned_requests.get(key, 0) + count
+        for method, numbers in other.prune_layers.items():
+            self.prune_layers.setdefault(method, []).extend(numbers)
+        self.prune_seconds_saved += other.prune_seconds_saved
         for name in GAUGES:
             if (value := getattr(other, name)) is not None:
                 setattr(self, name, value)

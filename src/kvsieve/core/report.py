@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvsieve.core.notation import layer_list
+from kvsieve.core.pruning import PrunedPrompt
 from kvsieve.core.treatment import Mode
 
 
@@ -33,9 +34,10 @@ class MassLost:
         """Summarise the shares of the layers, rounded to what they are worth.
 
         Returns:
-            The summary; None if a share is not a number, which JSON could not carry.
+            The summary; None without layers, or if a share is not a number, which JSON could not
+            carry.
         """
-        if not all(map(math.isfinite, shares)):
+        if not shares or not all(map(math.isfinite, shares)):
             return None
         rounded = [round(share, 5) for share in shares]
         return cls(
@@ -116,6 +118,8 @@ class SieveReport:
         attention_mass_lost: Attention to what was, or would be, dropped; None if the
             prompt fits its budget, or the model's attention is not a number.
         tiers: Prompt tokens held per tier; None if all sieved layers have the same budget.
+        pruned: What pruning did while the prompt was read; None if it was not asked for.
+        not_pruned: Why pruning that was asked for was not done; None if it was.
     """
 
     policy: str
@@ -131,6 +135,8 @@ class SieveReport:
     protected_tokens: int = 0
     attention_mass_lost: MassLost | None = None
     tiers: list[TierStored] | None = None
+    pruned: PrunedPrompt | None = None
+    not_pruned: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""

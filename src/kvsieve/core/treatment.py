@@ -15,6 +15,7 @@ from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
 from kvsieve.core.notation import parse_share
 from kvsieve.core.protection import KV_PROTECT_KEY, Spans, known_spans
+from kvsieve.core.pruning import KV_PRUNE_KEY, Prune, parse_prune
 
 Mode = Literal["sieve", "shadow", "full"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -35,11 +36,13 @@ class Treatment:
             what a budget would drop, "full" does nothing.
         budget: The request's own budget; None for the one that the layers have.
         spans: Positions of the prompt that are kept whatever their scores.
+        prune: How the prompt is pruned while it is read; None if it is not.
     """
 
     mode: Mode
     budget: BudgetRule | None = None
     spans: Spans = ()
+    prune: Prune | None = None
 
 
 def requested_budget(extra_args: Mapping[str, Any] | None) -> Any:
@@ -58,6 +61,15 @@ def requested_protection(extra_args: Mapping[str, Any] | None) -> Any:
         ValueError: There is a key that is nearly `kv_protect`, which would do nothing.
     """
     return _requested(extra_args, KV_PROTECT_KEY)
+
+
+def requested_pruning(extra_args: Mapping[str, Any] | None) -> Any:
+    """The `kv_prune` of a request as it was given; None if there is none.
+
+    Raises:
+        ValueError: There is a key that is nearly `kv_prune`, which would do nothing.
+    """
+    return _requested(extra_args, KV_PRUNE_KEY)
 
 
 def _requested(extra_args: Mapping[str, Any] | None, wanted: str) -> Any:
@@ -79,6 +91,7 @@ def treat(
     block_size: int,
     kv_protect: Any = None,
     prompt_tokens: int | None = None,
+    kv_prune: Any = None,
 ) -> Treatment:
     """How a request is treated that asks for `kv_budget` under the engine's mode.
 
@@ -90,15 +103,34 @@ def treat(
         block_size: Block size of the cache manager, in tokens.
         kv_protect: The spans that the request protects; roles were resolved before.
         prompt_tokens: Length of the prompt, which spans must keep to; None if not known.
+        kv_prune: How the request wants to be pruned: a method, "none", or None for the
+            operator's `prune`.
 
     Raises:
-        ValueError: The budget or the spans cannot be read, or are out of bounds.
+        ValueError: The budget, the spans or the method cannot be read, or are out of bounds.
     """
     # Parsed in every mode: whether a request is valid must not depend on it.
     rule = _parse(config, kv_budget, block_size)
     spans = known_spans(kv_protect, prompt_tokens)
+    prune = _wanted_pruning(config, kv_prune)
     wants_full = kv_budget is not None and rule is None
-    return Treatment("full") if mode == "full" or wants_full else Treatment(mode, rule, spans)
+    if mode == "full" or wants_full:
+        return Treatment("full")
+    return Treatment(mode, rule, spans, prune if mode == "sieve" else None)
+
+
+def _wanted_pruning(config: SieveConfig, kv_prune: Any) -> Prune | None:
+    """How a request is pruned that gives `kv_prune`."""
+    allowed = parse_prune(config.prune)
+    if kv_prune is None:
+        return allowed
+    try:
+        wanted = parse_prune(kv_prune)
+    except ValueError as error:
+        raise ValueError(f"{KV_PRUNE_KEY} {error}") from None
+    if wanted is not None and allowed is None:
+        raise ValueError(f"{KV_PRUNE_KEY} {wanted}: this server was started without prune")
+    return wanted
 
 
 def _parse(config: SieveConfig, kv_budget: Any, block_size: int) -> BudgetRule | None:

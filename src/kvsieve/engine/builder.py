@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import (
 )
 
 from kvsieve.engine.backends import BackendAdapter, adapter_for
-from kvsieve.engine.step import shifted_metadata
+from kvsieve.engine.step import GroupStep, shifted_metadata
 
 if TYPE_CHECKING:
     from kvsieve.engine.sieve import Sieve
@@ -62,7 +62,7 @@ class SievedBuilderMixin(_Base):
             return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         common = common_attn_metadata
         block_size = self.kv_cache_spec.block_size
-        self._sieve.enter_group(self.layer_names[0], common, block_size)
+        self._sieve.enter_group(self.layer_names[0], GroupStep(self, common, block_size))
         shift = step.shift(self._spec, common, block_size)
         # Groups of one spec differ only in their blocks, so the rest is built once.
         key = (self._spec, block_size, type(self))
@@ -75,6 +75,10 @@ class SievedBuilderMixin(_Base):
         return self.adapter.with_blocks(
             built, shift.block_table(common.block_table_tensor), common.slot_mapping
         )
+
+    def build_as_given(self, common: CommonAttentionMetadata) -> Any:
+        """The stock metadata of rows that are shown as they are (`pruning/layout.py`)."""
+        return super().build(0, common)
 
 
 @cache

@@ -22,8 +22,10 @@ from kvsieve.engine.block_copies import BlockCopier
 from kvsieve.engine.builder import SIEVE_ATTRIBUTE, sieved_backend
 from kvsieve.engine.layers import SievedLayer, find_output_projection, find_rotary
 from kvsieve.engine.observer import Observer
+from kvsieve.engine.pruning.model import decoder_layers, wrap_forward
+from kvsieve.engine.pruning.pruner import Pruner
 from kvsieve.engine.rows import row_reader
-from kvsieve.engine.settings import sieve_config, sieve_policy
+from kvsieve.engine.settings import model_pruning, sieve_config, sieve_policy
 from kvsieve.engine.sieve import Sieve
 from kvsieve.engine.spec import sieved_spec
 from kvsieve.engine.windows import num_ring_slots, watched_queries
@@ -107,6 +109,11 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
     )
     for layer in layers:
         _install_layer(layer, sieve)
+    if pruning := model_pruning(vllm_config):
+        stack = decoder_layers(model, layers)
+        pruner = Pruner(sieve, stack, pruning)
+        logger.info("kvsieve: prune %s", pruner.settings(pruning.prune))
+        wrap_forward(model, pruner.around)
     _log_plan(plan, tiers, config, policy, observer, sieve.scratch_bytes(vllm_config))
     return sieve
 

@@ -10,7 +10,8 @@ from typing import Any
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
 from kvsieve.core.forcing import FORCED_TOKENS_KEY, check_forced_tokens
 from kvsieve.core.protection import KV_PROTECT_KEY
-from kvsieve.core.treatment import KV_BUDGET_KEY, requested_budget, treat
+from kvsieve.core.pruning import KV_PRUNE_KEY
+from kvsieve.core.treatment import KV_BUDGET_KEY, requested_budget, requested_pruning, treat
 from kvsieve.engine.activation import is_configured
 from kvsieve.engine.frontend.protected_roles import (
     carry_spans,
@@ -18,7 +19,7 @@ from kvsieve.engine.frontend.protected_roles import (
     protected_spans,
     refusing,
 )
-from kvsieve.engine.settings import sieve_config
+from kvsieve.engine.settings import model_pruning, sieve_config
 from kvsieve.engine.wrapping import wrap
 from kvsieve.policies import parse_settings
 
@@ -100,6 +101,8 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
     block_size = vllm_config.cache_config.block_size
     with refusing(KV_BUDGET_KEY):
         treat(config.mode, config, requested_budget(extra_args), block_size)
+    with refusing(KV_PRUNE_KEY):
+        _check_pruning(vllm_config, config, requested_pruning(extra_args))
     with refusing(FORCED_TOKENS_KEY):
         forces = check_forced_tokens(
             extra_args,
@@ -119,6 +122,18 @@ def _process_inputs(stock: Callable[..., Any], processor: Any, *args: Any, **kwa
         if spans is not None:
             carry_spans(request, spans)
     return request
+
+
+def _check_pruning(vllm_config: Any, config: SieveConfig, kv_prune: Any) -> None:
+    """Refuse a request's `kv_prune` that the model or the server cannot serve."""
+    if kv_prune is None:
+        return
+    block_size = vllm_config.cache_config.block_size
+    # In whatever mode the server is: a request that is valid in one is valid in all.
+    wanted = treat("sieve", config, None, block_size, kv_prune=kv_prune).prune
+    pruning = model_pruning(vllm_config)
+    if wanted is not None and pruning is not None:
+        pruning.settings(wanted, vllm_config.model_config.get_total_num_hidden_layers())
 
 
 def activate(vllm_config: Any, config: SieveConfig) -> None:

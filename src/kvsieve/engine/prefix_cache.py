@@ -11,6 +11,9 @@
    of it (`SievedManager.allocate_new_blocks`). Where copies are not possible, the hit ends at
    the start.
 
+4. A request that is pruned while it is read publishes nothing and hits nothing, in any group: its
+   deeper layers never have the prompt, and `find_longest_cache_hit` wants a hit in all groups.
+
 What is published is always KV of a prompt read with the full cache, whatever the budget and
 the policy of the request that computed it, so requests of any budget may share it.
 """
@@ -43,7 +46,10 @@ def bind_prefix_cache_rules(kv_cache_manager: KVCacheManager, requests: PlannedR
     window = max(tier.observation_window for tier in requests.tiers)
 
     def cache_blocks(request: Request, num_computed_tokens: int) -> None:
-        if requests[request.request_id].is_sieved:
+        plan = requests[request.request_id]
+        if plan.is_pruned:
+            return
+        if plan.is_sieved:
             num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
         stock_cache_blocks(request, num_computed_tokens)
 
@@ -62,6 +68,8 @@ def bind_prefix_cache_rules(kv_cache_manager: KVCacheManager, requests: PlannedR
 
     def get_computed_blocks(request: Request) -> Any:
         plan = requests[request.request_id]
+        if plan.is_pruned:
+            return hit_of_at_most(request, 0)
         if not plan.is_observed:
             return stock_get_computed_blocks(request)
         hit = hit_of_at_most(request, request.num_prompt_tokens - window)

@@ -56,11 +56,12 @@ class Proof:
         self.counters.add_row(
             prompt_tokens=row.prompt_tokens,
             stored_tokens=row.stored.mean(self._layers["sieved"]),
-            num_layers=len(row.layers),
+            num_layers=len(row.scored_layers),
             seconds=row.seconds,
             mode=row.mode,
             mass_lost=row.mass_lost,
-            layers=row.layers,
+            layers=row.scored_layers,
+            pruned=row.pruned,
             again=request_id in self._rows,
         )
         self._rows[request_id] = row
@@ -88,15 +89,17 @@ class Proof:
             layers=self._layers,
             tiers=self._by_tier(LayersStored(prompt_tokens, {})),
             protected_tokens=self._num_protected(plan),
+            not_pruned=plan.not_pruned,
         )
         row = self._rows.get(request_id)
         if row is None:
             return report
-        report.attention_mass_lost = MassLost.of(row.layers, row.mass_lost)
+        report.attention_mass_lost = MassLost.of(row.scored_layers, row.mass_lost)
         if row.mode == "shadow":
             report.would_drop_tokens = row.stored.dropped_tokens
             return report
         report.sieved = True
+        report.pruned = row.pruned
         report.stored_tokens["sieved"] = row.stored.mean(self._layers["sieved"])
         report.dropped_tokens = row.stored.dropped_tokens
         report.tiers = self._by_tier(row.stored)

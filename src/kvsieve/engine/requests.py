@@ -8,7 +8,7 @@ treatment and the tier's budget. The first two travel to the worker once, with t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvsieve.core.budget import BudgetRule
@@ -39,12 +39,19 @@ class PlannedRequest:
             if the prompt fits its budget or nothing is done.
         starts: Per tier, the first position that is really held once the prompt was
             processed; 0 unless the request is sieved.
+        not_pruned: Why a prompt is not pruned although that was asked for; the scheduler's word.
     """
 
     prompt_tokens: int
     treatment: Treatment
     planned: tuple[int, ...]
     starts: tuple[int, ...]
+    not_pruned: str | None = None
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the prompt is pruned while it is read."""
+        return self.treatment.prune is not None
 
     @property
     def is_observed(self) -> bool:
@@ -86,6 +93,12 @@ class PlannedRequests:
                 f"nothing is known of request {request_id}; this is a bug in kvsieve, please"
                 " report it with the server's flags"
             ) from None
+
+    def leave_unpruned(self, request_id: str, reason: str | None) -> None:
+        """Take pruning out of a plan; None if nothing has to be said of it."""
+        plan = self[request_id]
+        treatment = replace(plan.treatment, prune=None)
+        self._plans[request_id] = replace(plan, treatment=treatment, not_pruned=reason)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the plans of requests that ended."""

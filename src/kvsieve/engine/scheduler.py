@@ -21,17 +21,23 @@ from kvsieve.core.treatment import (
     check_mode,
     requested_budget,
     requested_protection,
+    requested_pruning,
     treat,
 )
 from kvsieve.engine.allocation import bind_decode_shortcut
 from kvsieve.engine.manager import SievedManager
 from kvsieve.engine.prefix_cache import bind_prefix_cache_rules
 from kvsieve.engine.proof import Proof
-from kvsieve.engine.requests import PlannedRequests
+from kvsieve.engine.requests import PlannedRequest, PlannedRequests
 from kvsieve.engine.settings import sieve_config, sieve_policy
 from kvsieve.engine.step_message import StepMessage, attach_message
 from kvsieve.engine.tail_copies import TailCopies
-from kvsieve.engine.windows import OpenWindows, num_ring_slots, watched_queries
+from kvsieve.engine.windows import (
+    OpenWindows,
+    largest_whole_prompt,
+    num_ring_slots,
+    watched_queries,
+)
 from kvsieve.engine.worker_report import take_rows
 
 logger = init_logger("vllm.kvsieve.scheduler")
@@ -88,6 +94,7 @@ class SieveSchedulerMixin(_Base):
                 self.scheduler_config.max_num_seqs,
             )
         )
+        self._largest_whole = largest_whole_prompt(self.scheduler_config)
         # Sieved requests whose prompt was scheduled to its end and that were not freed yet.
         self._to_free: dict[str, Request] = {}
         # A stop string is found by the front end, which then forgets what the engine core
@@ -136,11 +143,30 @@ class SieveSchedulerMixin(_Base):
     def add_request(self, request: Request) -> None:
         """Take a request in: decide its treatment, note whether the front end may end it."""
         treatment = self._treatment(request)
-        self.planned.add(request.request_id, request.num_prompt_tokens, treatment)
+        plan = self.planned.add(request.request_id, request.num_prompt_tokens, treatment)
+        if plan.is_pruned:
+            self._settle_pruning(request, plan)
         self.proof.counters.add_request(treatment.mode)
         super().add_request(request)
         if request.sampling_params is not None and request.sampling_params.stop:
             self._with_stop_strings[request.request_id] = request
+
+    def _settle_pruning(self, request: Request, plan: PlannedRequest) -> None:
+        """Take pruning out of a plan that cannot have it, by rules that know this request only."""
+        reason = None
+        params = request.sampling_params
+        if not plan.is_sieved:
+            reason = "the prompt fits its budget"
+        elif request.num_prompt_tokens > self._largest_whole:
+            reason = (
+                f"the prompt is longer than {self._largest_whole} tokens, the most that a step can"
+                " be sure to read at once: max_num_batched_tokens less max_num_seqs"
+            )
+        elif params is not None and params.prompt_logprobs is not None:
+            reason = "prompt_logprobs need every token in every layer"
+        else:
+            return
+        self.planned.leave_unpruned(request.request_id, reason)
 
     def _treatment(self, request: Request) -> Treatment:
         extra_args = request.sampling_params and request.sampling_params.extra_args
@@ -152,6 +178,7 @@ class SieveSchedulerMixin(_Base):
                 self._block_size,
                 requested_protection(extra_args),
                 request.num_prompt_tokens,
+                requested_pruning(extra_args),
             )
         except ValueError as error:
             # The front end has checked it (`plugin.py`). If one did not, nobody else may suffer.
@@ -197,7 +224,8 @@ class SieveSchedulerMixin(_Base):
                 self.windows.scheduled(request_id, is_complete=after >= prompt_tokens)
             if plan.is_sieved and after >= prompt_tokens:
                 self._to_free[request_id] = request
-                ending.append(request)
+                if not plan.is_pruned:
+                    ending.append(request)
         message = StepMessage()
         for new in scheduler_output.scheduled_new_reqs:
             plan = self.planned[new.req_id]
@@ -216,6 +244,8 @@ class SieveSchedulerMixin(_Base):
     ) -> int:
         """End a chunk at the end of a sieved prompt, or before a window that has no slot.
 
+        A prompt that is to be pruned gets no chunk but the whole of it.
+
         Only a request that was preempted while decoding has tokens beyond its prompt
         to prefill. Cutting its chunk there makes them see the sieved cache, as they
         did the first time, so that a recomputed request writes the same text.
@@ -229,13 +259,16 @@ class SieveSchedulerMixin(_Base):
         plan = self.planned[request.request_id]
         if plan.is_sieved:
             num_new_tokens = min(num_new_tokens, rest_of_prompt)
+        if plan.is_pruned and num_new_tokens < rest_of_prompt:
+            # It is read whole or not at all: it waits, and with it all that came later.
+            return 0
         before_window = max(0, rest_of_prompt - self._watched)
         if (
             plan.is_observed
             and num_new_tokens > before_window
             and not self.windows.claim(request.request_id)
         ):
-            return before_window
+            return 0 if plan.is_pruned else before_window
         return num_new_tokens
 
     def update_from_output(

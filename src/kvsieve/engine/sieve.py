@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvsieve.core.errors import SieveInvariantError
 from kvsieve.engine.accumulation import Accumulation
 from kvsieve.engine.backends import CachedPrompt, adapter_for
 from kvsieve.engine.block_copies import MAX_COPY_BYTES, BlockCopier
 from kvsieve.engine.layers import SievedLayer
 from kvsieve.engine.observer import Observer
+from kvsieve.engine.pruning.layout import Layout
+from kvsieve.engine.pruning.prefill_pass import PrefillPass
 from kvsieve.engine.requests import PlannedRequests
 from kvsieve.engine.rows import RowReader
 from kvsieve.engine.spec import SievedAttentionSpec
-from kvsieve.engine.step import Step
+from kvsieve.engine.step import GroupStep, Step
 from kvsieve.engine.step_message import StepMessage, read_message
 from kvsieve.engine.worker_report import SievedRow
-from kvsieve.policies import Chunk, Policy, attention_mass_lost
+from kvsieve.policies import Chunk, Evidence, Policy, attention_mass_lost
 
 
 class Sieve:
@@ -51,7 +53,11 @@ class Sieve:
         self._copier = copier
         self._layer_of = {layer.name: layer for layer in layers}
         self._gathers = Accumulation(policy.accumulator) if policy.accumulator else None
+        self._layer_by_number = {layer.number: layer for layer in layers}
         self._group_of: dict[str, str] = {}
+        self._layers_of_group: dict[str, list[str]] = {}
+        self.prefill: PrefillPass | None = None
+        """The pass that prunes prompts, while it runs."""
         self._message = StepMessage()
         self._finished: dict[str, SievedRow] = {}
         self.on_select: Callable[[str, str, torch.Tensor], None] | None = None
@@ -64,6 +70,7 @@ class Sieve:
             Their spec.
         """
         self._group_of.update(dict.fromkeys(layer_names, layer_names[0]))
+        self._layers_of_group[layer_names[0]] = layer_names
         return self._layer_of[layer_names[0]].spec
 
     def begin_step(self, scheduler_output: Any) -> None:
@@ -83,24 +90,26 @@ class Sieve:
         if self._gathers is not None:
             self._gathers.close(request_ids)
 
-    def enter_group(
-        self, first_layer: str, common: CommonAttentionMetadata, block_size: int
-    ) -> None:
-        """Note a group's block table while its metadata is built.
+    def enter_group(self, first_layer: str, group: GroupStep) -> None:
+        """Note what a group's metadata is built from.
 
         The first group of a step also reads the rows and plans the observation.
         """
         step = self.step
         assert step is not None
         if step.rows is None:
-            step.rows = self._rows.read(common)
+            step.rows = self._rows.read(group.common)
             step.observe(self.observer)
-        step.block_tables[first_layer] = (common.block_table_tensor, block_size)
+        step.groups[first_layer] = group
 
     def observe(self, layer_name: str, query: torch.Tensor) -> None:
         """Copy a layer's window queries, if the step has any. Called in `forward`."""
-        if self.step is not None and self.step.observation is not None:
-            self.observer.record(layer_name, query, self.step.observation)
+        if self.prefill is not None:
+            self.prefill.query = query
+        if self.step is not None and self.step.rows is not None:
+            observation = self.step.seen.observation
+            if observation is not None:
+                self.observer.record(layer_name, query, observation)
 
     def gather(self, layer_name: str, query: torch.Tensor) -> None:
         """Let the policy look at a step's prompt queries. Called after a layer's attention.
@@ -121,13 +130,51 @@ class Sieve:
             prompt = self._prompt(step, layer, row, prompt_tokens)
             return adapter_for(layer.module.backend.name).chunk(prompt, queries[tokens], first)
 
-        self._gathers.record(layer_name, step.rows, step.being_read, make_chunk)
+        self._gathers.record(layer_name, step.seen.rows, step.seen.being_read, make_chunk)
 
     def _prompt(self, step: Step, layer: SievedLayer, row: int, prompt_tokens: int) -> CachedPrompt:
-        block_table, block_size = step.block_tables[self._group_of[layer.name]]
-        return CachedPrompt(
-            layer, block_table[row, : -(-prompt_tokens // block_size)], prompt_tokens
-        )
+        group = step.groups[self._group_of[layer.name]]
+        blocks = group.common.block_table_tensor[row, : -(-prompt_tokens // group.block_size)]
+        return CachedPrompt(layer, blocks, prompt_tokens)
+
+    def evidence(self, layer_number: int, row: int, window: torch.Tensor) -> Evidence:
+        """What is known in one layer of a prompt that is complete there.
+
+        Args:
+            layer_number: The layer.
+            row: The prompt's row in the step.
+            window: [window, num_heads, head_size], the prompt's last queries.
+        """
+        step = self.step
+        assert step is not None
+        assert step.rows is not None
+        layer = self._layer_by_number[layer_number]
+        prompt = self._prompt(step, layer, row, int(step.rows.prompt_lens[row]))
+        return adapter_for(layer.module.backend.name).evidence(prompt, window, None)
+
+    def layout_metadata(self, layout: Layout) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Attention metadata and slots of every sieved layer for the rows of a layout, by name."""
+        step = self.step
+        assert step is not None
+        metadata: dict[str, Any] = {}
+        slots: dict[str, torch.Tensor] = {}
+        built: dict[Any, Any] = {}
+        for first_layer, group in step.groups.items():
+            view = step.view(self._layer_of[first_layer].spec)
+            starts = view.start.copy()
+            for row, kept in layout.kept.items():
+                starts[row] = kept.start
+            common = layout.metadata(group.common, starts, group.block_size)
+            key = (self._layer_of[first_layer].spec, group.block_size, type(group.builder))
+            if key in built:
+                shown = group.builder.adapter.with_blocks(
+                    built[key], common.block_table_tensor, common.slot_mapping
+                )
+            else:
+                shown = built[key] = group.builder.build_as_given(common)
+            for name in self._layers_of_group[first_layer]:
+                metadata[name], slots[name] = shown, common.slot_mapping
+        return metadata, slots
 
     def end_step(self) -> None:
         """Score and compact every prompt that ended in the step.
@@ -153,13 +200,30 @@ class Sieve:
         request_id = step.rows.request_ids[row]
         prompt_tokens = int(step.rows.prompt_lens[row])
         treatment = self.requests[request_id].treatment
+        pruned = step.pruned.get(row)
+        if treatment.prune is not None and pruned is None:
+            raise SieveInvariantError(
+                f"the prompt of request {request_id} was to be pruned and was not; this is a bug in"
+                " kvsieve, please report it with the server's flags"
+            )
         stored: list[int] = []
         numbers: list[int] = []
+        scored: list[int] = []
         mass_lost: list[torch.Tensor] = []
         for layer in self.layers:
             start = int(step.view(layer.spec).planned[row])
             if not start:
                 continue
+            numbers.append(layer.number)
+            if pruned is not None and layer.number >= pruned.first_layer:
+                # It never had the others, and has these where the sieve would have moved them.
+                assert pruned.positions is not None
+                stored.append(len(pruned.positions))
+                if self.on_select is not None:
+                    shared = pruned.positions.expand(layer.module.num_kv_heads, -1)
+                    self.on_select(request_id, layer.name, shared)
+                continue
+            scored.append(layer.number)
             gathered = None
             if self._gathers is not None:
                 gathered = self._gathers.state(layer.name, request_id, prompt_tokens)
@@ -175,15 +239,16 @@ class Sieve:
             if self.on_select is not None:
                 self.on_select(request_id, layer.name, positions)
             stored.append(positions.shape[1])
-            numbers.append(layer.number)
         return SievedRow(
             mode=treatment.mode,
             prompt_tokens=prompt_tokens,
             stored_tokens=tuple(stored),
             layers=tuple(numbers),
+            scored_layers=tuple(scored),
             # One transfer from the device for all layers.
-            mass_lost=tuple(torch.stack(mass_lost).tolist()),
+            mass_lost=tuple(torch.stack(mass_lost).tolist() if mass_lost else ()),
             seconds=time.perf_counter() - begin,
+            pruned=None if pruned is None else pruned.report,
         )
 
     def scratch_bytes(self, vllm_config: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvsieve.core.pruning import PrunedPrompt
 from kvsieve.engine.observer import Observation, Observer
 from kvsieve.engine.requests import PlannedRequests, Tier
 from kvsieve.engine.rows import StepRows
@@ -79,6 +81,51 @@ class Shift:
         return block_table.gather(1, self.columns)
 
 
+@dataclass(frozen=True)
+class SeenRows:
+    """What the layers see of a step, in the token rows that they are given.
+
+    Attributes:
+        rows: The rows, numbered as in the step; one without tokens is not there.
+        observation: Which query rows the layers copy; None if there are none.
+        being_read: The observed rows that have tokens of their prompt here, and how many.
+    """
+
+    rows: StepRows
+    observation: Observation | None
+    being_read: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """What a cache group's metadata is built from in a step.
+
+    Attributes:
+        builder: The group's metadata builder.
+        common: The step's metadata for the group, unshifted.
+        block_size: Block size of the kernel's block tables, in tokens.
+    """
+
+    builder: Any
+    common: CommonAttentionMetadata
+    block_size: int
+
+
+@dataclass(frozen=True)
+class PrunedRow:
+    """A prompt that was pruned in the step.
+
+    Attributes:
+        report: What was done.
+        first_layer: The first layer that holds the kept tokens only.
+        positions: [num_keep] int64, the kept positions; None if none was pruned.
+    """
+
+    report: PrunedPrompt
+    first_layer: int
+    positions: torch.Tensor | None
+
+
 @dataclass
 class Step:
     """What is computed once per step and shared by all groups of sieved layers.
@@ -88,8 +135,9 @@ class Step:
         rows: The step's rows; None until the first metadata is built.
         views: View per sieved spec.
         observation: Which query rows the layers copy; None if there are none.
-        block_tables: Per cache group (keyed by its first layer), the unshifted block
-            table of the step, [num_rows, max_blocks] int32, and the kernel's block size.
+        groups: Per cache group (keyed by its first layer), what its metadata is built from.
+        pruned_rows: What the layers see once prompts were pruned; None before.
+        pruned: What was done to the prompts that the step pruned, by row.
         shifts: What the rows lose, by spec and kernel block size.
         metadata: Attention metadata already built in this step, by spec and builder.
     """
@@ -98,7 +146,9 @@ class Step:
     rows: StepRows | None = None
     views: dict[Tier, SievedView] = field(default_factory=dict)
     observation: Observation | None = None
-    block_tables: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    groups: dict[str, GroupStep] = field(default_factory=dict)
+    pruned_rows: SeenRows | None = None
+    pruned: dict[int, PrunedRow] = field(default_factory=dict)
     shifts: dict[tuple[Tier, int], Shift] = field(default_factory=dict)
     metadata: dict[Any, Any] = field(default_factory=dict)
 
@@ -128,6 +178,16 @@ class Step:
         """[num_rows] bool, whether the row's prompt is (or was) scored when it ends."""
         planned = [self.view(spec).planned > 0 for spec in self.requests.tiers]
         return np.asarray(np.logical_or.reduce(planned))
+
+    @property
+    def seen(self) -> SeenRows:
+        """What the layers that run now see of the step."""
+        return self.pruned_rows or self._all_rows
+
+    @cached_property
+    def _all_rows(self) -> SeenRows:
+        assert self.rows is not None
+        return SeenRows(self.rows, self.observation, self.being_read)
 
     @cached_property
     def being_read(self) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ prompt goes on in a later step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from kvsieve.core.config import SieveConfig
 from kvsieve.core.notation import MAX_BUDGET
@@ -52,6 +53,21 @@ def num_ring_slots(
         return min(max_num_seqs, GATHERING_SLOTS)
     budget = smallest_budget_of(config, block_size)
     return min(max_num_seqs, max(MIN_SLOTS, max_num_batched_tokens // budget + 2))
+
+
+def largest_whole_prompt(scheduler_config: Any) -> int:
+    """The longest prompt that a step is sure to be able to read at once, in tokens.
+
+    Other requests may decode in the same step, each of them a token. Chunks of prompts that came
+    before end, and those that came later wait. So whether a prompt is read whole depends on its
+    length alone.
+
+    Args:
+        scheduler_config: vLLM's.
+    """
+    largest = scheduler_config.max_num_batched_tokens - scheduler_config.max_num_seqs
+    threshold = scheduler_config.long_prefill_token_threshold
+    return max(0, min(largest, threshold) if threshold > 0 else largest)
 
 
 class OpenWindows:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from kvsieve.core.pruning import PrunedPrompt
 from kvsieve.core.report import LayersStored
 from kvsieve.core.treatment import Mode
 
@@ -27,16 +28,21 @@ class SievedRow:
         stored_tokens: Prompt tokens that each of `layers` holds (or would), per KV head.
         layers: Numbers of the layers that were compacted (or scored). A sieved layer whose
             budget is beyond the prompt is not among them: it holds everything.
-        mass_lost: Share of the window's attention to what was dropped, per layer.
+        scored_layers: Those whose tokens were scored after the model call. A layer beyond the one
+            where a prompt was pruned never had the others.
+        mass_lost: Share of the window's attention to what was dropped, per scored layer.
         seconds: Host time of scoring and compaction, in seconds.
+        pruned: What pruning did while the prompt was read.
     """
 
     mode: Mode
     prompt_tokens: int
     stored_tokens: tuple[int, ...]
     layers: tuple[int, ...]
+    scored_layers: tuple[int, ...]
     mass_lost: tuple[float, ...]
     seconds: float
+    pruned: PrunedPrompt | None = None
 
     @property
     def stored(self) -> LayersStored:

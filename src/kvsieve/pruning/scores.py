@@ -1,0 +1,34 @@
+"""One score per token for a whole layer: what the kept tokens are chosen by."""
+
+from __future__ import annotations
+
+import torch
+
+from kvsieve.policies import Evidence
+from kvsieve.policies.smooth import smooth
+from kvsieve.pruning.settings import PruneSettings
+
+
+def layer_scores(
+    evidence: Evidence, settings: PruneSettings, last_query: torch.Tensor
+) -> torch.Tensor:
+    """The score of every candidate position.
+
+    Args:
+        evidence: The prompt in this layer, with the last `settings.window` queries.
+        settings: The method's parameters.
+        last_query: [num_heads, head_size], the prompt's last query, rotary embedding applied.
+
+    Returns:
+        [n] float32. Scored by a window, the candidates end before it; scored by the last query,
+        they are all positions.
+    """
+    if settings.method.scores_by == "last_query":
+        keys = evidence.keys()
+        grouped = last_query.float().view(keys.shape[0], -1, keys.shape[2]).sum(dim=1)
+        scores = torch.einsum("gd,gnd->n", grouped, keys)
+        return smooth(scores[None], settings.pooling, settings.pool_size)[0]
+    attention = evidence.window_attention()
+    num_candidates = max(0, evidence.num_tokens - settings.window)
+    pooled = smooth(attention[..., :num_candidates], settings.pooling, settings.pool_size)
+    return pooled.sum(dim=(0, 1))
