@@ -40,6 +40,11 @@ class Prune:
     method: PruneName
     layer: int | None = None
 
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the prompt may be read in chunks with the same result: its layer is known."""
+        return self.method == "fastkv"
+
     def __str__(self) -> str:
         return self.method if self.layer is None else f"{self.method}@{self.layer}"
 

@@ -111,9 +111,9 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
         _install_layer(layer, sieve)
     if pruning := model_pruning(vllm_config):
         stack = decoder_layers(model, layers)
-        pruner = Pruner(sieve, stack, pruning)
-        logger.info("kvsieve: prune %s", pruner.settings(pruning.prune))
-        wrap_forward(model, pruner.around)
+        sieve.pruner = Pruner(sieve, stack, pruning)
+        logger.info("kvsieve: prune %s", sieve.pruner.settings(pruning.prune))
+        wrap_forward(model, sieve.pruner.around)
     _log_plan(plan, tiers, config, policy, observer, sieve.scratch_bytes(vllm_config))
     return sieve
 

@@ -15,6 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvsieve.core.config import CONFIG_KEY
+from kvsieve.core.pruning import parse_prune
 from kvsieve.core.treatment import (
     Mode,
     Treatment,
@@ -28,6 +29,7 @@ from kvsieve.engine.allocation import bind_decode_shortcut
 from kvsieve.engine.manager import SievedManager
 from kvsieve.engine.prefix_cache import bind_prefix_cache_rules
 from kvsieve.engine.proof import Proof
+from kvsieve.engine.pruning.carried import NUM_CARRIED
 from kvsieve.engine.requests import PlannedRequest, PlannedRequests
 from kvsieve.engine.settings import sieve_config, sieve_policy
 from kvsieve.engine.step_message import StepMessage, attach_message
@@ -95,6 +97,10 @@ class SieveSchedulerMixin(_Base):
             )
         )
         self._largest_whole = largest_whole_prompt(self.scheduler_config)
+        prune = parse_prune(self._config.prune)
+        # Memory to read prompts in chunks is set aside for the operator's method alone.
+        self._carries = prune is not None and prune.is_chunked
+        self._carried = OpenWindows(NUM_CARRIED)
         # Sieved requests whose prompt was scheduled to its end and that were not freed yet.
         self._to_free: dict[str, Request] = {}
         # A stop string is found by the front end, which then forgets what the engine core
@@ -153,14 +159,17 @@ class SieveSchedulerMixin(_Base):
 
     def _settle_pruning(self, request: Request, plan: PlannedRequest) -> None:
         """Take pruning out of a plan that cannot have it, by rules that know this request only."""
-        reason = None
         params = request.sampling_params
+        # What has to be read at once: the prompt, or in chunks as many as go on from its last one.
+        at_once = request.num_prompt_tokens
+        if self._is_chunked(plan):
+            at_once -= max(plan.starts)
         if not plan.is_sieved:
             reason = "the prompt fits its budget"
-        elif request.num_prompt_tokens > self._largest_whole:
+        elif at_once > self._largest_whole:
             reason = (
-                f"the prompt is longer than {self._largest_whole} tokens, the most that a step can"
-                " be sure to read at once: max_num_batched_tokens less max_num_seqs"
+                f"{at_once} tokens must be read at once, and {self._largest_whole} are the most"
+                " that a step can be sure to read: max_num_batched_tokens less max_num_seqs"
             )
         elif params is not None and params.prompt_logprobs is not None:
             reason = "prompt_logprobs need every token in every layer"
@@ -203,6 +212,7 @@ class SieveSchedulerMixin(_Base):
                 self.proof.count_freed(request_id)
                 del self._to_free[request_id]
         self.windows.begin_schedule(self._is_running)
+        self._carried.begin_schedule(self._is_running)
         for manager in self.sieved_managers:
             manager.published.clear()
         return super().schedule(*args, **kwargs)
@@ -217,6 +227,8 @@ class SieveSchedulerMixin(_Base):
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             after, prompt_tokens = request.num_computed_tokens, request.num_prompt_tokens
+            if after - num_scheduled < prompt_tokens and self._is_chunked(self.planned[request_id]):
+                self._carried.scheduled(request_id, is_complete=after >= prompt_tokens)
             if after - num_scheduled >= prompt_tokens or after <= prompt_tokens - self._watched:
                 continue
             plan = self.planned[request_id]
@@ -260,16 +272,30 @@ class SieveSchedulerMixin(_Base):
         if plan.is_sieved:
             num_new_tokens = min(num_new_tokens, rest_of_prompt)
         if plan.is_pruned and num_new_tokens < rest_of_prompt:
-            # It is read whole or not at all: it waits, and with it all that came later.
-            return 0
+            if not self._is_chunked(plan):
+                # It is read whole or not at all: it waits, and with it all that came later.
+                return 0
+            # The last chunk must have room for all that goes on from it.
+            num_new_tokens = min(num_new_tokens, max(plan.starts) - num_computed_tokens)
+            if num_new_tokens <= 0 or not self._carried.claim(request.request_id):
+                return 0
         before_window = max(0, rest_of_prompt - self._watched)
         if (
             plan.is_observed
             and num_new_tokens > before_window
             and not self.windows.claim(request.request_id)
         ):
-            return 0 if plan.is_pruned else before_window
+            if not plan.is_pruned:
+                return before_window
+            # Where the chunk would end, its last one may no longer have room for what goes on.
+            is_cut_here = self._is_chunked(plan) and num_new_tokens < rest_of_prompt
+            return min(before_window, num_new_tokens) if is_cut_here else 0
         return num_new_tokens
+
+    def _is_chunked(self, plan: PlannedRequest) -> bool:
+        """Whether a prompt that is pruned may be read in chunks."""
+        prune = plan.treatment.prune
+        return prune is not None and prune.is_chunked and self._carries
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -16,6 +16,7 @@ from kvsieve.engine.layers import SievedLayer
 from kvsieve.engine.observer import Observer
 from kvsieve.engine.pruning.layout import Layout
 from kvsieve.engine.pruning.prefill_pass import PrefillPass
+from kvsieve.engine.pruning.pruner import Pruner
 from kvsieve.engine.requests import PlannedRequests
 from kvsieve.engine.rows import RowReader
 from kvsieve.engine.spec import SievedAttentionSpec
@@ -56,6 +57,7 @@ class Sieve:
         self._layer_by_number = {layer.number: layer for layer in layers}
         self._group_of: dict[str, str] = {}
         self._layers_of_group: dict[str, list[str]] = {}
+        self.pruner: Pruner | None = None
         self.prefill: PrefillPass | None = None
         """The pass that prunes prompts, while it runs."""
         self._message = StepMessage()
@@ -86,7 +88,10 @@ class Sieve:
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         """Drop what was seen of prompts that were scored, ended or were preempted."""
+        request_ids = list(request_ids)
         self.observer.close(request_ids)
+        if self.pruner is not None:
+            self.pruner.forget(request_ids)
         if self._gathers is not None:
             self._gathers.close(request_ids)
 
@@ -162,8 +167,8 @@ class Sieve:
         for first_layer, group in step.groups.items():
             view = step.view(self._layer_of[first_layer].spec)
             starts = view.start.copy()
-            for row, kept in layout.kept.items():
-                starts[row] = kept.start
+            for row in layout.kept:
+                starts[row] = view.planned[row]
             common = layout.metadata(group.common, starts, group.block_size)
             key = (self._layer_of[first_layer].spec, group.block_size, type(group.builder))
             if key in built:
@@ -267,6 +272,8 @@ class Sieve:
                 for layer in self.layers
             ),
         )
+        if self.pruner is not None:
+            at_once += self.pruner.scratch_bytes(vllm_config)
         if self.policy.accumulator is None:
             return at_once
         gathered = sum(

@@ -1,15 +1,15 @@
 """Which token rows the layers of a step see once prompts were pruned.
 
-A step begins with every row's tokens, one after the other. A layout picks some of them: all of most
-rows, the kept ones of a pruned prompt, none of a row that has nothing to do. Two gathers belong to
-it. A kept token has its own position, for rotary embedding; it is stored in the slots of the tail
-region `[start, P)` of its prompt, in order, where decoding expects what the sieve has left.
+A step begins with every row's tokens, one after the other. A layout has all tokens of most rows,
+the kept ones of a pruned prompt, none of a row that has nothing to do. A kept token has its own
+position for rotary embedding, and is stored in the slots of the tail region `[start, P)` of its
+prompt, in order, where decoding expects what the sieve has left.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,13 +26,11 @@ class Kept:
 
     Attributes:
         positions: [num_keep] int64, their positions in the prompt, ascending.
-        start: Where the tail region begins: prompt length less `num_keep`.
         is_moved: Whether rotary embedding, too, takes the positions of the tail region, because
             the tokens are read again as a text of their own.
     """
 
     positions: torch.Tensor
-    start: int
     is_moved: bool = False
 
 
@@ -44,81 +42,72 @@ class Layout:
         rows: Rows of the step that still have tokens, by their number in the step.
         query_lens: [len(rows)] int64, tokens of each.
         kept: What goes on of the pruned rows, by row number.
-        tokens: [n] int64, token rows of the step, in the order in which the layers see them.
-        slots: [n] int64, token rows of the step in whose slots their keys and values go.
-        places: [n] int64, token rows of the step at whose positions they are.
+        slots: [n] int64, for each token row the one of the step in whose slot its key and value
+            go. Rows that are not pruned keep their own.
+        positions: [n] int64, for rotary embedding.
     """
 
     rows: tuple[int, ...]
     query_lens: np.ndarray
     kept: Mapping[int, Kept]
-    tokens: torch.Tensor
     slots: torch.Tensor
-    places: torch.Tensor
+    positions: torch.Tensor
 
     @classmethod
     def of(
         cls,
         step: StepRows,
+        positions: torch.Tensor,
         kept: Mapping[int, Kept],
-        device: torch.device,
-        only: frozenset[int] | None = None,
-    ) -> Layout:
+        gone: Set[int] = frozenset(),
+    ) -> Layout | None:
         """The layout of a step whose rows were pruned as said.
 
         Args:
             step: The step's rows.
-            kept: What goes on of the pruned rows, which the step reads from their first token.
-            device: Where the model's tensors are.
-            only: Rows that go on at all; None for all.
+            positions: [num_tokens] int64, positions of the step's token rows.
+            kept: What goes on of the pruned rows. Their prompts end in the step, of which each
+                has at least as many tokens as go on.
+            gone: Rows of which nothing goes on.
+
+        Returns:
+            The layout; None if nothing is left.
         """
-        tokens, slots, places, query_lens, rows = [], [], [], [], []
+        slots, places, query_lens, rows = [], [], [], []
         for row, (begin, count) in enumerate(
             zip(step.query_starts.tolist(), step.query_lens.tolist(), strict=True)
         ):
-            if not count or (only is not None and row not in only):
+            if not count or row in gone:
                 continue
             rows.append(row)
-            every = torch.arange(begin, begin + count, device=device)
             pruned = kept.get(row)
-            if pruned is None:
-                tokens.append(every)
-                slots.append(every)
-                places.append(every)
-            else:
-                own = pruned.positions + begin
-                tail = every[pruned.start :]
-                tokens.append(own)
-                slots.append(tail)
-                places.append(tail if pruned.is_moved else own)
-            query_lens.append(len(tokens[-1]))
+            end = begin + count
+            if pruned is not None:
+                begin = end - len(pruned.positions)
+            slots.append(torch.arange(begin, end, device=positions.device))
+            own = positions[begin:end]
+            places.append(own if pruned is None or pruned.is_moved else pruned.positions)
+            query_lens.append(end - begin)
+        if not rows:
+            return None
         return cls(
             rows=tuple(rows),
             query_lens=np.array(query_lens, dtype=np.int64),
             kept=dict(kept),
-            tokens=torch.cat(tokens),
             slots=torch.cat(slots),
-            places=torch.cat(places),
+            positions=torch.cat(places),
         )
+
+    def range_of(self, row: int) -> tuple[int, int]:
+        """First and last (excluded) token row that a row of the step has here."""
+        index = self.rows.index(row)
+        begin = int(self.query_starts[index])
+        return begin, begin + int(self.query_lens[index])
 
     @property
     def query_starts(self) -> np.ndarray:
         """[len(rows)] int64, first token row of each row."""
         return np.cumsum(self.query_lens) - self.query_lens
-
-    def from_earlier(self, earlier: Layout | None, num_tokens: int) -> torch.Tensor:
-        """[n] int64, where an earlier layout, or the step itself, has this one's token rows.
-
-        Args:
-            earlier: The layout before; it has all rows and tokens that this one has.
-            num_tokens: Token rows of the step.
-        """
-        if earlier is None:
-            return self.tokens
-        where = torch.empty(num_tokens, dtype=torch.int64, device=self.tokens.device)
-        # A token that is read again appears once, so its row says which one it is.
-        where[earlier.tokens] = torch.arange(len(earlier.tokens), device=where.device)
-        return where[self.tokens]
 
     def step_rows(self, step: StepRows) -> StepRows:
         """A step's rows, numbered as before, with the token rows that they have here."""
@@ -139,13 +128,13 @@ class Layout:
         """
         if whole is None:
             return None
-        device = self.tokens.device
+        device = self.slots.device
         where = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
-        where[self.tokens] = torch.arange(len(self.tokens), device=device)
+        where[self.slots] = torch.arange(len(self.slots), device=device)
         starts = self.query_starts.tolist()
         for row, start, count in zip(self.rows, starts, self.query_lens.tolist(), strict=True):
             if row in self.kept:
-                where[self.tokens[start : start + count]] = -1
+                where[self.slots[start : start + count]] = -1
         source = where[whole.source]
         is_there = source >= 0
         if not is_there.any():
@@ -189,7 +178,7 @@ class Layout:
             block_table_tensor=common.block_table_tensor[rows].gather(1, columns),
             slot_mapping=common.slot_mapping[self.slots],
             seq_lens_cpu_upper_bound=upper,
-            positions=None if common.positions is None else common.positions[self.places],
+            positions=None if common.positions is None else self.positions,
             is_prefilling=None if common.is_prefilling is None else common.is_prefilling[cpu_rows],
             req_idx=None if common.req_idx is None else common.req_idx[list(self.rows)],
             _num_computed_tokens_cache=None,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from kvsieve.core.errors import SieveInvariantError
 from kvsieve.core.pruning import Prune
-from kvsieve.engine.pruning.prefill_pass import PrefillPass, PromptToPrune
+from kvsieve.engine.pruning.carried import NUM_CARRIED, CarriedPrompts
+from kvsieve.engine.pruning.prefill_pass import PrefillPass
+from kvsieve.engine.pruning.prompt import PromptToPrune
 from kvsieve.pruning import LayerChoice, ModelPruning, PruneSettings
 
 if TYPE_CHECKING:
@@ -29,18 +32,42 @@ class Pruner:
         self._sieve = sieve
         self._layers = layers
         self._pruning = pruning
+        self._carried = CarriedPrompts()
 
     def settings(self, prune: Prune) -> PruneSettings:
         """The parameters of a method for this model."""
         return self._pruning.settings(prune, len(self._layers))
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what is kept of prompts that were read, ended or were preempted."""
+        self._carried.close(request_ids)
+
+    @property
+    def num_carried(self) -> int:
+        """Prompts of which chunks are kept."""
+        return len(self._carried)
+
+    def scratch_bytes(self, vllm_config: Any) -> int:
+        """Bytes that pruning needs beyond what scoring one layer takes (`Sieve.scratch_bytes`)."""
+        model = vllm_config.model_config
+        state = model.get_hidden_size() * torch.finfo(model.dtype).bits // 8
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        # Hidden states and residual, picked and spread out; ranks as float32 and float64.
+        needed = (
+            4 * tokens * state + 12 * tokens * self.settings(self._pruning.prune).observed_layers
+        )
+        if self._pruning.prune.is_chunked:
+            # The chunks of each prompt, and all of them put together once.
+            needed += (NUM_CARRIED + 1) * 2 * model.max_model_len * state
+        return needed
 
     def around(self, forward: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
         """The model's forward, in a step of the runner or in a dummy run."""
         prompts = self._prompts()
         if not prompts:
             return forward(**inputs)
-        prefill = PrefillPass(self._sieve, self._layers, prompts)
-        output = prefill.run(forward, inputs)
+        prefill = PrefillPass(self._sieve, self._layers, prompts, inputs)
+        output = prefill.run(forward)
         step = self._sieve.step
         assert step is not None
         step.pruned = prefill.results()
@@ -50,7 +77,7 @@ class Pruner:
         """The prompts that this step reads and that are to be pruned.
 
         Raises:
-            SieveInvariantError: One of them is not read whole: the scheduler has cut it.
+            SieveInvariantError: The scheduler has cut one that it must not cut.
         """
         step = self._sieve.step
         if step is None or step.rows is None:
@@ -61,17 +88,23 @@ class Pruner:
             computed, tokens = int(rows.num_computed[row]), int(rows.query_lens[row])
             if plan.treatment.prune is None or computed >= plan.prompt_tokens or not tokens:
                 continue
-            if computed or tokens != plan.prompt_tokens:
+            is_whole = computed == 0 and tokens == plan.prompt_tokens
+            num_keep = plan.prompt_tokens - max(plan.planned)
+            is_last = computed + tokens == plan.prompt_tokens
+            can_be_cut = plan.treatment.prune.is_chunked and (not is_last or tokens >= num_keep)
+            if not (is_whole or can_be_cut):
                 raise SieveInvariantError(
-                    f"request {request_id} is to be pruned and a step reads tokens {computed} to"
-                    f" {computed + tokens} of its prompt of {plan.prompt_tokens}"
+                    f"request {request_id} is pruned by {plan.treatment.prune} and a step reads"
+                    f" tokens {computed} to {computed + tokens} of its prompt of"
+                    f" {plan.prompt_tokens}, of which {num_keep} are kept; this is a bug in"
+                    " kvsieve, please report it with the server's flags"
                 )
-            start = max(plan.planned)
             choice = LayerChoice(
                 self.settings(plan.treatment.prune),
                 plan.prompt_tokens,
-                plan.prompt_tokens - start,
+                num_keep,
                 plan.treatment.spans,
             )
-            prompts.append(PromptToPrune(row, choice, start, plan.prompt_tokens))
+            carried = None if is_whole else self._carried.at(request_id, computed)
+            prompts.append(PromptToPrune(row, choice, plan.prompt_tokens, tokens, is_last, carried))
         return prompts
