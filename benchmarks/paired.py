@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pairing import decode, host, overhead, policies, scoring, throughput
+from pairing import decode, host, overhead, policies, prune, scoring, throughput
 from pairing.arm import BenchmarkError, Lab, prepare_environment
 from pairing.progress import clocked
 from pairing.tables import print_host, print_summary
@@ -25,7 +25,16 @@ from rich.console import Console
 from kvsieve.reports.provenance import provenance, source_hash
 
 # Measurements that share arms follow one another.
-MEASUREMENTS = ("decode", "scoring", "policies", "overhead", "throughput", "host")
+MEASUREMENTS = (
+    "decode",
+    "scoring",
+    "policies",
+    "overhead",
+    "throughput",
+    "prune",
+    "prune-throughput",
+    "host",
+)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,6 +70,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=policies.DEFAULT_POLICIES,
         metavar="NAMES",
         help="with policies: whose costs to measure beside SnapKV, separated by commas",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=lambda text: str(Path(text).resolve()),
+        metavar="FILE",
+        help="with prune: layers that `kvsieve calibrate` found (default: the authors', scaled)",
     )
     parser.add_argument(
         "--threads",
@@ -117,6 +132,7 @@ def resolve(arguments: argparse.Namespace, console: Console) -> Options:
         profile=arguments.profile,
         pools=(arguments.pool,) if arguments.pool else POOLS,
         policies=arguments.policies,
+        calibration=arguments.calibration,
     )
 
 
@@ -141,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "policies": lambda: policies.measure(lab, options),
         "overhead": lambda: overhead.measure(lab, options),
         "throughput": lambda: throughput.measure(lab, options),
+        "prune": lambda: prune.measure_ttft(lab, options),
+        "prune-throughput": lambda: prune.measure_throughput(lab, options),
         "host": lambda: host.measure(lab, options, scratch),
     }
     results: dict[str, Any] = {}

@@ -117,6 +117,7 @@ class EngineArm:
         prompts: Sequence[list[int]],
         output_tokens: Sequence[int],
         end_token: bool = True,
+        extra_args: dict[str, Any] | None = None,
     ) -> list[str]:
         """Queue greedy requests with fixed output lengths; returns their ids.
 
@@ -125,6 +126,7 @@ class EngineArm:
             output_tokens: Tokens to generate, by prompt.
             end_token: Whether an answer may hold the token that would end it. Text that
                 goes into a conversation must not.
+            extra_args: What the requests ask of kvsieve.
         """
         from vllm import SamplingParams
 
@@ -141,6 +143,7 @@ class EngineArm:
                     max_tokens=length,
                     min_tokens=0 if end_token else length,
                     ignore_eos=end_token,
+                    extra_args=extra_args,
                 ),
             )
             ids.append(request_id)

@@ -19,6 +19,7 @@ class ArmSpec:
         max_model_len: Longest request, in tokens.
         dummy_weights: Random weights instead of the folder's, and no tokenizer.
         prefix_caching: vLLM's prefix cache, which is on in a server unless switched off.
+        max_num_batched_tokens: Tokens of one step; None for vLLM's default.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ArmSpec:
     max_model_len: int = 8192
     dummy_weights: bool = False
     prefix_caching: bool = False
+    max_num_batched_tokens: int | None = None
 
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM`, the same for all arms but for the sieve."""
@@ -42,6 +44,8 @@ class ArmSpec:
             "kv_cache_memory_bytes": self.pool_bytes,
             "enable_prefix_caching": self.prefix_caching,
         }
+        if self.max_num_batched_tokens is not None:
+            arguments["max_num_batched_tokens"] = self.max_num_batched_tokens
         if self.dummy_weights:
             arguments |= {"load_format": "dummy", "skip_tokenizer_init": True}
         if self.sieve is not None:

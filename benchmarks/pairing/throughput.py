@@ -55,7 +55,7 @@ def _measure_pool(
             requests = arm.call("take_finished")
             if arm is sieved:
                 require_sieved(arm, requests)
-            runs[arm.name] = _run(arm, steps, requests)
+            runs[arm.name] = summarise_run(arm, steps, requests)
         ratios = _ratios(runs["sieved"], runs["stock"])
         lab.say(
             f"throughput, {pool} pool: repeat {repeat + 1}/{total},"
@@ -73,7 +73,10 @@ def _measure_pool(
     return repeats
 
 
-def _run(arm: Arm, steps: list[StepRecord], requests: list[RequestRecord]) -> dict[str, Any]:
+def summarise_run(
+    arm: Arm, steps: list[StepRecord], requests: list[RequestRecord]
+) -> dict[str, Any]:
+    """What a batch took, and what it held."""
     cpu = sum(step.cpu for step in steps)
     output = sum(len(request.token_ids) for request in requests)
     decoding = [step for step in steps if not step.prompt_tokens]

@@ -88,6 +88,9 @@ class Sizes:
         scoring_prompts: Prompt lengths (scoring).
         host_batches: Decoding requests (host).
         host_full_layers: Counts of full layers (host).
+        prune_prompts: Prompt lengths (prune).
+        prune_batch: Lengths of prompt and answer (prune-throughput).
+        prune_requests: Requests of that batch.
         repeats: Repeats, by measurement.
     """
 
@@ -99,6 +102,9 @@ class Sizes:
     scoring_prompts: tuple[int, ...]
     host_batches: tuple[int, ...]
     host_full_layers: tuple[int, ...]
+    prune_prompts: tuple[int, ...]
+    prune_batch: tuple[int, int]
+    prune_requests: int
     repeats: dict[str, int]
 
 
@@ -111,7 +117,19 @@ FULL = Sizes(
     scoring_prompts=(3000, 7000),
     host_batches=(32, 256),
     host_full_layers=(0, 3, 5, 6, 10),
-    repeats={"throughput": 4, "decode": 10, "scoring": 5, "policies": 2, "overhead": 3, "host": 8},
+    prune_prompts=(4000, 7000),
+    prune_batch=(4000, 500),
+    prune_requests=20,
+    repeats={
+        "throughput": 4,
+        "decode": 10,
+        "scoring": 5,
+        "policies": 2,
+        "overhead": 3,
+        "host": 8,
+        "prune": 4,
+        "prune-throughput": 1,
+    },
 )
 QUICK = Sizes(
     requests=4,
@@ -122,7 +140,19 @@ QUICK = Sizes(
     scoring_prompts=(700,),
     host_batches=(32,),
     host_full_layers=(0, 3),
-    repeats={"throughput": 2, "decode": 4, "scoring": 2, "policies": 1, "overhead": 2, "host": 3},
+    prune_prompts=(600,),
+    prune_batch=(600, 16),
+    prune_requests=4,
+    repeats={
+        "throughput": 2,
+        "decode": 4,
+        "scoring": 2,
+        "policies": 1,
+        "overhead": 2,
+        "host": 3,
+        "prune": 2,
+        "prune-throughput": 1,
+    },
 )
 
 
@@ -139,6 +169,7 @@ class Options:
         profile: Whether to profile the host time too.
         pools: Pools of the throughput measurement.
         policies: Policies whose costs are measured, beside SnapKV.
+        calibration: File with the layers at which methods prune; None for the authors'.
     """
 
     model: str
@@ -149,6 +180,7 @@ class Options:
     profile: bool
     pools: tuple[str, ...] = POOLS
     policies: tuple[str, ...] = ()
+    calibration: str | None = None
 
     def random(self, *place: object) -> random.Random:
         """A generator that depends on the seed and on where it is used, on nothing else."""
@@ -188,9 +220,15 @@ class Options:
         fits = int(tokens) // 32 * 32
         return self.shape.pool_bytes(tokens), min(8192, fits)
 
-    def stock(self, name: str, pool_bytes: int, max_model_len: int = 8192) -> ArmSpec:
+    def stock(
+        self,
+        name: str,
+        pool_bytes: int,
+        max_model_len: int = 8192,
+        max_num_batched_tokens: int | None = None,
+    ) -> ArmSpec:
         """A stock arm of the real model."""
-        return self._arm(name, None, pool_bytes, max_model_len)
+        return self._arm(name, None, pool_bytes, max_model_len, max_num_batched_tokens)
 
     def sieved(
         self,
@@ -199,13 +237,19 @@ class Options:
         max_model_len: int = 8192,
         budget: int | None = None,
         settings: Mapping[str, Any] | None = None,
+        max_num_batched_tokens: int | None = None,
     ) -> ArmSpec:
         """A sieved arm of the real model, with the default plan unless settings say otherwise."""
         sieve = {"budget": budget or self.budget, **(settings or {})}
-        return self._arm(name, sieve, pool_bytes, max_model_len)
+        return self._arm(name, sieve, pool_bytes, max_model_len, max_num_batched_tokens)
 
     def _arm(
-        self, name: str, sieve: dict[str, Any] | None, pool_bytes: int, max_model_len: int
+        self,
+        name: str,
+        sieve: dict[str, Any] | None,
+        pool_bytes: int,
+        max_model_len: int,
+        max_num_batched_tokens: int | None,
     ) -> ArmSpec:
         return ArmSpec(
             name=name,
@@ -214,4 +258,5 @@ class Options:
             pool_bytes=pool_bytes,
             max_num_seqs=self.sizes.requests,
             max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
         )
