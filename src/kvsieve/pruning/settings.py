@@ -127,7 +127,7 @@ def prune_settings(
         given = getattr(options, name)
         return known.get(name, authors) if given is None else given
 
-    observed = pick("observed_layers", min(method.observed_layers, max(2, num_layers // 4)))
+    observed = pick("observed_layers", min(method.observed_layers, max(2, num_layers // 3)))
     layer = prune.layer
     if layer is None:
         scaled = round(method.layer * num_layers / AUTHORS_LAYERS)
