@@ -44,6 +44,7 @@ class Traffic:
         switch_chance: Chance that the mode is switched in a step.
         reset_chance: Chance that the prefix cache is reset in a step, running requests and all.
         priorities: Whether requests have priorities (the engine must schedule by them).
+        prunes: What requests ask for as `kv_prune`; drawn for each.
     """
 
     seed: int
@@ -60,6 +61,7 @@ class Traffic:
     switch_chance: float = 0.0
     reset_chance: float = 0.0
     priorities: bool = False
+    prunes: tuple[Any, ...] = (None,)
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Asked:
     prompt: list[int]
     kv_budget: Any
     mode: str
+    prune: str | None = None
 
 
 @dataclass
@@ -188,14 +191,17 @@ class _Fuzz:
         traffic = self.traffic
         prompt = self._prompt(request_id)
         kv_budget = self.random.choice(traffic.budgets) if len(traffic.budgets) > 1 else None
-        self.asked[request_id] = Asked(prompt, kv_budget, self.scheduler.kvsieve_mode)
+        prune = self.random.choice(traffic.prunes) if len(traffic.prunes) > 1 else None
+        self.asked[request_id] = Asked(prompt, kv_budget, self.scheduler.kvsieve_mode, prune)
+        wishes = {"kv_budget": kv_budget, "kv_prune": prune}
+        extra_args = {key: value for key, value in wishes.items() if value is not None}
         sampling = SamplingParams(
             temperature=0,
             logprobs=0,
             ignore_eos=True,
             detokenize=False,
             max_tokens=self.random.randint(1, traffic.max_output),
-            extra_args=None if kv_budget is None else {"kv_budget": kv_budget},
+            extra_args=extra_args or None,
         )
         priority = self.random.randint(0, 2) if traffic.priorities else 0
         self.llm_engine.add_request(
@@ -277,6 +283,8 @@ class _Fuzz:
                 first_private = request.num_prompt_tokens // BLOCK_SIZE
                 if manager in self.scheduler.sieved_managers:
                     first_private = plan.starts[0] // BLOCK_SIZE
+                if plan.is_pruned:
+                    first_private = 0
                 if any(block.block_hash is not None for block in blocks[first_private:]):
                     self.round.violations.append(
                         f"step {self.round.steps}: {request_id} published what is not its prompt"
@@ -299,6 +307,8 @@ class _Fuzz:
         if self.sieve.observer.num_open:
             complain(f"{self.sieve.observer.num_open} observation windows did not come back")
         scheduler = self.scheduler
+        if self.sieve.pruner is not None and self.sieve.pruner.num_carried:
+            complain("chunks of pruned prompts did not come back")
         if scheduler.proof._rows or scheduler._to_free or scheduler.planned._plans:
             complain("the scheduler remembers requests that are gone")
         if scheduler.tail_copies._in_flight or scheduler.tail_copies._keys:

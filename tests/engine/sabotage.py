@@ -318,3 +318,86 @@ BUGS: dict[Callable[[], None], str] = {
     worker_does_nothing: "reported counts are counted where rows move",
 }
 """The rule that each bug breaks, in the words of docs/design.md."""
+
+
+def store_pruned_rows_in_their_own_slots() -> None:
+    """What goes deeper is stored where the tokens were, and not in the tail region."""
+    from kvsieve.engine.pruning.layout import Layout
+
+    def metadata(layout: Any, common: Any, starts: Any, block_size: int) -> Any:
+        made = stock(layout, common, starts, block_size)
+        slots = made.slot_mapping.clone()
+        begin = 0
+        for row, count in zip(layout.rows, layout.query_lens.tolist(), strict=True):
+            if row in layout.kept:
+                first = int(layout.slots[begin + count - 1]) + 1 - int(common.seq_lens[row])
+                own = (layout.kept[row].positions + first).clamp(min=0)
+                slots[begin : begin + count] = common.slot_mapping[own]
+            begin += count
+        return made.replace(slot_mapping=slots)
+
+    stock = _replace(Layout, "metadata", metadata)
+
+
+def number_pruned_rows_anew() -> None:
+    """What goes deeper takes the positions of the tail region, as if it were moved text."""
+    from kvsieve.engine.pruning import prefill_pass
+
+    def moved(positions: torch.Tensor, is_moved: bool = False) -> Any:
+        return stock(positions, is_moved=True)
+
+    stock = _replace(prefill_pass, "Kept", moved)
+
+
+def observe_rows_where_they_were() -> None:
+    """After a cut the other prompts' window queries are taken from where they were before it."""
+    import dataclasses
+
+    from kvsieve.engine.pruning.layout import Layout
+
+    def observation(layout: Any, whole: Any, num_tokens: int) -> Any:
+        if whole is None:
+            return None
+        return dataclasses.replace(whole, source=whole.source.clamp(max=len(layout.slots) - 1))
+
+    _replace(Layout, "observation", observation)
+
+
+def publish_pruned_prompts() -> None:
+    """A pruned prompt is published like a sieved one."""
+    from kvsieve.engine.requests import PlannedRequest
+
+    _replace(PlannedRequest, "is_pruned", property(lambda plan: False))
+
+
+def score_with_the_chunks_queries() -> None:
+    """The window is taken from the last chunk alone."""
+    from kvsieve.engine.pruning.carried import CarriedPrompt
+
+    def add(prompt: Any, hidden: Any, residual: Any, queries: Any, window: int) -> None:
+        stock(prompt, hidden, residual, queries, window)
+        prompt.queries = queries[-window:].clone()
+        prompt.queries[:-1] = 0
+
+    stock = _replace(CarriedPrompt, "add", add)
+
+
+def keep_hidden_states_of_the_last_request() -> None:
+    """What chunks left behind is kept by nobody in particular."""
+    from kvsieve.engine.pruning.carried import CarriedPrompts
+
+    def at(prompts: Any, request_id: str, num_computed: int) -> Any:
+        return stock(prompts, "anybody", num_computed)
+
+    stock = _replace(CarriedPrompts, "at", at)
+
+
+PRUNING_BUGS: dict[Callable[[], None], str] = {
+    store_pruned_rows_in_their_own_slots: "kept rows lie in the tail region",
+    number_pruned_rows_anew: "kept tokens keep their positions",
+    observe_rows_where_they_were: "windows are observed in the rows that are left",
+    publish_pruned_prompts: "a pruned request publishes nothing, and is read whole",
+    score_with_the_chunks_queries: "the window may straddle chunks",
+    keep_hidden_states_of_the_last_request: "chunks are kept by request",
+}
+"""Bugs of pruning, and the rules that they break."""
