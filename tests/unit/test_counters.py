@@ -11,8 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsieve.core.counters import GAUGES, SieveCounters
+from kvsieve.core.pruning import PrunedPrompt
 
 shares = st.lists(st.floats(0, 1), min_size=3, max_size=3)
+pruned = st.builds(
+    PrunedPrompt,
+    method=st.sampled_from(["asl", "fastkv"]),
+    layer=st.none() | st.integers(0, 40),
+    reason=st.sampled_from(["fixed", "threshold", "never"]),
+    kept_tokens=st.integers(1, 100),
+    computed_share=st.floats(0, 2),
+    # What can be added in any order.
+    seconds_saved=st.integers(0, 40).map(lambda quarters: quarters / 4),
+)
 rows = st.fixed_dictionaries(
     {
         "prompt_tokens": st.integers(100, 10_000),
@@ -22,6 +33,7 @@ rows = st.fixed_dictionaries(
         "mode": st.sampled_from(["sieve", "shadow"]),
         "mass_lost": shares,
         "layers": st.just([3, 4, 7]),
+        "pruned": st.none() | pruned,
     }
 )
 events = st.one_of(
@@ -121,6 +133,23 @@ def test_a_request_that_is_sieved_again_is_counted_once_and_its_work_twice() -> 
 
     expected = {**once.as_dict(), "compactions": 4, "compaction_seconds": {"sieve": 1.0}}
     assert twice.as_dict() == expected
+
+
+def a_pruned_row(layer: int | None, reason: str) -> dict[str, Any]:
+    return row(pruned=PrunedPrompt("asl", layer, reason, 300, 0.5, seconds_saved=0.25))
+
+
+def test_pruned_prompts_are_counted_by_method_and_reason() -> None:
+    counters = SieveCounters()
+    counters.add_row(**a_pruned_row(12, "threshold"))
+    counters.add_row(**a_pruned_row(14, "threshold"))
+    counters.add_row(**a_pruned_row(None, "never"))
+    counters.add_row(**a_pruned_row(14, "threshold"), again=True)
+    taken = counters.take()
+
+    assert taken["pruned_requests"] == {"asl/threshold": 2, "asl/never": 1}
+    assert taken["prune_layers"] == {"asl": [12, 14]}
+    assert taken["prune_seconds_saved"] == 0.75
 
 
 def test_a_share_that_is_no_number_is_left_out() -> None:

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from kvsieve.core.counters import SieveCounters
+from kvsieve.core.pruning import PrunedPrompt
 from kvsieve.engine.frontend.metrics import exported_names, init_stat_logger_manager, record
 
 SIEVED = {"prompt_tokens": 1000, "stored_tokens": 300, "num_layers": 2, "seconds": 0.5}
@@ -52,7 +53,7 @@ def a_hand_over() -> dict[str, Any]:
 
 
 def test_metrics_are_there_with_zero_from_the_start() -> None:
-    Manager({"mode": "shadow"}, "start")
+    Manager({"mode": "shadow", "prune": "asl"}, "start")
 
     by_mode = {mode: value("kvsieve_mode", "start", mode=mode) for mode in MODES}
     assert by_mode == {"sieve": 0, "shadow": 1, "full": 0}
@@ -62,6 +63,8 @@ def test_metrics_are_there_with_zero_from_the_start() -> None:
             continue
         more = {"mode": "shadow"} if "mode" in labels else {}
         more |= {"layer_class": "sieved"} if "layer_class" in labels else {}
+        more |= {"method": "asl-two-pass"} if "method" in labels else {}
+        more |= {"reason": "last"} if "reason" in labels else {}
         more |= {"le": "+Inf"} if "le" in labels else {}
         assert value(name, "start", **more) == 0, name
 
@@ -100,6 +103,43 @@ def test_an_entry_is_counted_and_stock_does_not_see_it() -> None:
     assert value("kvsieve_blocks_held", "counted", layer_class="sieved") == 4
     assert value("kvsieve_mode", "counted", mode="full") == 1
     assert value("kvsieve_mode", "counted", mode="sieve") == 0
+
+
+def pruned(method: str, layer: int | None, reason: str) -> PrunedPrompt:
+    return PrunedPrompt(method, layer, reason, 300, 0.5, seconds_saved=0.25)
+
+
+def test_pruned_prompts_are_counted_by_method_and_reason_and_layers_one_by_one() -> None:
+    counters = SieveCounters()
+    for what in (
+        pruned("asl", 12, "threshold"),
+        pruned("asl", 13, "threshold"),
+        pruned("asl", None, "never"),
+        pruned("fastkv", 90, "fixed"),
+    ):
+        counters.add_row(**ROW, pruned=what)
+    Manager({"prune": "asl"}, "pruned").record({"kvsieve": counters.take()})
+
+    def requests(method: str, reason: str) -> float | None:
+        return value("kvsieve_pruned_requests_total", "pruned", method=method, reason=reason)
+
+    def layers_up_to(le: str, method: str = "asl") -> float | None:
+        return value("kvsieve_prune_layer_bucket", "pruned", method=method, le=le)
+
+    assert (requests("asl", "threshold"), requests("asl", "never")) == (2, 1)
+    assert (requests("asl", "deepest"), requests("fastkv", "fixed")) == (0, 1)
+    assert requests("fastkv", "threshold") is None
+    assert [layers_up_to(f"{layer}.0") for layer in (11, 12, 13)] == [0, 1, 2]
+    assert [layers_up_to(le, "fastkv") for le in ("80.0", "96.0", "+Inf")] == [0, 1, 1]
+    assert value("kvsieve_prune_layer_count", "pruned", method="gemfilter") == 0
+    assert value("kvsieve_prune_seconds_saved_total", "pruned") == 1
+
+
+def test_a_server_that_prunes_nothing_has_no_series_by_method() -> None:
+    Manager({}, "unpruned")
+
+    assert value("kvsieve_prune_seconds_saved_total", "unpruned") == 0
+    assert value("kvsieve_prune_layer_count", "unpruned", method="asl") is None
 
 
 def test_a_second_manager_counts_on() -> None:

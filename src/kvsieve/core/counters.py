@@ -40,7 +40,8 @@ class SieveCounters:
         attention_mass_lost: By mode, for each request that was scored, the share of the
             window's attention that falls on dropped tokens, mean over layers.
         layer_mass_lost: The same shares by mode and layer number (as text), not averaged.
-        pruned_requests: Requests that were to be pruned, by "method/reason".
+        pruned_requests: Requests whose prompt was read with pruning, by "method/reason"; with the
+            reason "never" no token was pruned.
         prune_layers: By method, the layer at which each of them was pruned.
         prune_seconds_saved: Prefill time that pruning saved, as estimated from the layers that ran.
         blocks_held: Blocks in use by layer class, or None if never counted.

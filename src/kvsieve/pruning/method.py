@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvsieve.core.pruning import PruneName
+from kvsieve.core.pruning import PruneName, PruneReason
 
 AUTHORS_LAYERS = 32
 """Depth of the models for which the authors give layer numbers."""
@@ -46,6 +46,13 @@ class PruneMethod:
     layer: int
     observed_layers: int = 8
     threshold: float = 0.3
+
+    @property
+    def reasons(self) -> tuple[PruneReason, ...]:
+        """Why it may prune a prompt where it does, or leave it whole."""
+        if not self.is_adaptive:
+            return ("fixed",)
+        return ("threshold", "deepest", "last" if self.num_passes == 2 else "never")
 
 
 _METHODS = (

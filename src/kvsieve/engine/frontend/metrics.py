@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -18,15 +18,20 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from kvsieve.core.config import CONFIG_KEY
 from kvsieve.core.counters import SieveCounters
+from kvsieve.core.pruning import NO_PRUNING
 from kvsieve.core.treatment import MODES
 from kvsieve.engine.activation import is_configured
 from kvsieve.engine.settings import sieve_config
 from kvsieve.engine.wrapping import wrap
+from kvsieve.pruning import PRUNE_METHODS
 
 logger = logging.getLogger("vllm.kvsieve.metrics")
 
 SHARE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 """Upper bounds of a histogram of shares."""
+
+LAYER_BUCKETS = (*range(41), 44, 48, 56, 64, 80, 96, 127)
+"""Upper bounds of a histogram of layer numbers: each layer its own, as far as most models go."""
 
 LAYER_CLASSES = ("full", "sieved")
 SCORED_MODES = ("sieve", "shadow")
@@ -76,6 +81,19 @@ _COUNTERS = {
         " mode on scoring alone." + _AGAIN,
         ("mode",),
     ),
+    "pruned_requests": (
+        "Requests that pruning looked at while their prompt was read, by method and by what"
+        " decided where: fixed (the method's layer), threshold (ranks of tokens had settled),"
+        " deepest (the operator's max_layer), last (the last layer of a first pass) or never"
+        " (ranks did not settle, and no token was pruned)." + _ONCE,
+        ("method", "reason"),
+    ),
+    "prune_seconds_saved": (
+        "Prefill time that pruning has saved, in seconds. An estimate from the layers that ran:"
+        " each pruned layer is taken to cost, per token, what the layers of the same step cost"
+        " that read everything." + _ONCE,
+        (),
+    ),
 }
 _GAUGES = {
     "blocks_held": (
@@ -90,14 +108,22 @@ _LOST = (
     "Share of the attention of the prompt's last queries (the observation window) that falls on"
     " tokens that are dropped, or in shadow mode would be; mean over heads, "
 )
-_HISTOGRAMS = {
+_HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], Sequence[float]]] = {
     "attention_mass_lost": (
         _LOST + "and over sieved layers. One observation per request that was scored, by mode.",
         ("mode",),
+        SHARE_BUCKETS,
     ),
     "layer_attention_mass_lost": (
         _LOST + "in one sieved layer. One observation per request and layer, by mode.",
         ("mode", "layer"),
+        SHARE_BUCKETS,
+    ),
+    "prune_layer": (
+        "Number of the last layer that read the whole prompt, by method. One observation per"
+        " request that was pruned." + _ONCE,
+        ("method",),
+        LAYER_BUCKETS,
     ),
 }
 
@@ -111,7 +137,7 @@ def exported_names() -> dict[str, tuple[str, ...]]:
         names[f"kvsieve_{name}_total"] = (*_LABELS, *labels)
     for name, (_, labels) in _GAUGES.items():
         names[f"kvsieve_{name}"] = (*_LABELS, *labels)
-    for name, (_, labels) in _HISTOGRAMS.items():
+    for name, (_, labels, _) in _HISTOGRAMS.items():
         names[f"kvsieve_{name}_bucket"] = (*_LABELS, *labels, "le")
         names[f"kvsieve_{name}_count"] = names[f"kvsieve_{name}_sum"] = (*_LABELS, *labels)
     return names
@@ -134,8 +160,8 @@ class _Families:
             for name, (text, labels) in _GAUGES.items()
         }
         self.histograms = {
-            name: Histogram(f"kvsieve_{name}", text, (*_LABELS, *labels), buckets=SHARE_BUCKETS)
-            for name, (text, labels) in _HISTOGRAMS.items()
+            name: Histogram(f"kvsieve_{name}", text, (*_LABELS, *labels), buckets=buckets)
+            for name, (text, labels, buckets) in _HISTOGRAMS.items()
         }
 
 
@@ -156,16 +182,25 @@ class SieveMetrics:
         engines: Values of the label `engine`.
         mode: The engine's mode at start.
         pool_blocks: Blocks that the pool can give to requests, if known yet.
+        is_pruning: Whether the engine's requests may be pruned.
     """
 
     def __init__(
-        self, model_name: str, engines: Iterable[int], mode: str, pool_blocks: int | None = None
+        self,
+        model_name: str,
+        engines: Iterable[int],
+        mode: str,
+        pool_blocks: int | None = None,
+        *,
+        is_pruning: bool = False,
     ) -> None:
         self._model_name = model_name
         start = SieveCounters(
             requests=dict.fromkeys(MODES, 0),
             compaction_seconds=dict.fromkeys(SCORED_MODES, 0.0),
             attention_mass_lost={mode: [] for mode in SCORED_MODES},
+            pruned_requests=_no_pruned_requests() if is_pruning else {},
+            prune_layers={name: [] for name in PRUNE_METHODS} if is_pruning else {},
             blocks_held=dict.fromkeys(LAYER_CLASSES, 0),
             pool_blocks=pool_blocks,
             mode=mode,
@@ -184,6 +219,13 @@ class SieveMetrics:
         for name, (_, labels) in _COUNTERS.items():
             if not labels:
                 self._of(families.counters[name], engine).inc(getattr(counters, name))
+        for key, count in counters.pruned_requests.items():
+            method, reason = key.split("/")
+            self._of(families.counters["pruned_requests"], engine, method, reason).inc(count)
+        for method, numbers in counters.prune_layers.items():
+            histogram = self._of(families.histograms["prune_layer"], engine, method)
+            for number in numbers:
+                histogram.observe(number)
         for layer_class, blocks in (counters.blocks_held or {}).items():
             self._of(families.gauges["blocks_held"], engine, layer_class).set(blocks)
         if counters.pool_blocks is not None:
@@ -207,6 +249,13 @@ class SieveMetrics:
         return family.labels(self._model_name, str(engine), *labels)
 
 
+def _no_pruned_requests() -> dict[str, int]:
+    """Zero for everything that can be counted of pruned requests."""
+    return {
+        f"{name}/{reason}": 0 for name, method in PRUNE_METHODS.items() for reason in method.reasons
+    }
+
+
 _ATTRIBUTE = "_kvsieve_metrics"
 
 
@@ -227,11 +276,13 @@ def init_stat_logger_manager(
         return
     # Known here: the engine core has answered. One of the pool's blocks is vLLM's null block.
     num_blocks = vllm_config.cache_config.num_gpu_blocks
+    config = sieve_config(vllm_config)
     metrics = SieveMetrics(
         model_name=vllm_config.model_config.served_model_name,
         engines=manager.engine_indexes,
-        mode=sieve_config(vllm_config).mode,
+        mode=config.mode,
         pool_blocks=num_blocks - 1 if num_blocks else None,
+        is_pruning=config.prune != NO_PRUNING,
     )
     setattr(manager, _ATTRIBUTE, metrics)
 
