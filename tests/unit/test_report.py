@@ -7,7 +7,15 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsieve.core.report import LayersStored, MassLost, SieveReport, SieveTotals, TierStored
+from kvsieve.core.pruning import PrunedPrompt
+from kvsieve.core.report import (
+    LayersStored,
+    MassLost,
+    SieveReport,
+    SieveTotals,
+    TierStored,
+    pruning_sentence,
+)
 
 
 def report(**changes: object) -> SieveReport:
@@ -103,3 +111,52 @@ def test_the_log_says_when_nothing_was_sieved() -> None:
     totals.add(report(sieved=False, attention_mass_lost=None))
 
     assert str(totals) == "1 request finished, none of them longer than its budget"
+
+
+FASTKV = PrunedPrompt("fastkv", 14, "fixed", 300, 0.65, seconds_saved=0.5)
+ASL = PrunedPrompt("asl", 12, "threshold", 300, 0.55, 1.0, {"9": 1.0, "10": 0.4, "12": 0.2})
+UNSETTLED = PrunedPrompt("asl", None, "never", 1000, 1.0, seconds_saved=0.0)
+
+
+def test_what_pruning_did_is_a_part_of_the_report() -> None:
+    plain = report(pruned=ASL).as_dict()
+
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["pruned"] == {
+        "method": "asl",
+        "layer": 12,
+        "reason": "threshold",
+        "kept_tokens": 300,
+        "computed_share": 0.55,
+        "seconds_saved": 1.0,
+        "relative_variance": {"9": 1.0, "10": 0.4, "12": 0.2},
+    }
+    assert report().as_dict()["pruned"] is None
+
+
+def test_what_pruning_did_in_words() -> None:
+    assert pruning_sentence(report().as_dict()) is None
+    assert pruning_sentence(report(pruned=FASTKV).as_dict()) == (
+        "fastkv pruned after layer 14 (fixed): 300 of 1000 tokens went on, 65% of the prompt's"
+        " work was done, about 0.50 s saved"
+    )
+    assert pruning_sentence(report(pruned=UNSETTLED).as_dict()) == (
+        "asl pruned nothing: the ranks of tokens did not settle"
+    )
+    assert pruning_sentence(report(not_pruned="the prompt fits its budget").as_dict()) == (
+        "not pruned: the prompt fits its budget"
+    )
+
+
+def test_the_log_says_what_pruning_did() -> None:
+    totals = SieveTotals()
+    for pruned in (FASTKV, ASL, ASL):
+        totals.add(report(pruned=pruned))
+    totals.add(report(not_pruned="1000 tokens must be read at once"))
+    # Nothing was to be gained of a prompt that fits its budget.
+    totals.add(report(sieved=False, not_pruned="the prompt fits its budget"))
+
+    assert (
+        "; 3 pruned while read (1 fastkv, 2 asl): 58% of their prompts' work done, about 2.50 s"
+        " saved; 1 to be pruned and could not be; "
+    ) in str(totals)

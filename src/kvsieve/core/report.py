@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvsieve.core.notation import layer_list
@@ -143,6 +143,27 @@ class SieveReport:
         return asdict(self)
 
 
+def pruning_sentence(report: Mapping[str, Any]) -> str | None:
+    """What pruning did to a request, or why it did nothing; None if it was not asked for.
+
+    Args:
+        report: What `SieveReport.as_dict` gives.
+    """
+    if report["not_pruned"] is not None:
+        return f"not pruned: {report['not_pruned']}"
+    pruned = report["pruned"]
+    if pruned is None:
+        return None
+    if pruned["layer"] is None:
+        return f"{pruned['method']} pruned nothing: the ranks of tokens did not settle"
+    return (
+        f"{pruned['method']} pruned after layer {pruned['layer']} ({pruned['reason']}):"
+        f" {pruned['kept_tokens']} of {report['prompt_tokens']} tokens went on,"
+        f" {100 * pruned['computed_share']:.0f}% of the prompt's work was done, about"
+        f" {pruned['seconds_saved']:.2f} s saved"
+    )
+
+
 @dataclass
 class SieveTotals:
     """Sums over the finished requests of one engine, for the log.
@@ -157,6 +178,11 @@ class SieveTotals:
         mass_lost: Sum over the sieved requests of the attention mass lost.
         shadow_mass_lost: Sum over the shadow requests of what would have been lost.
         seconds: Host time of scoring and compaction, in seconds.
+        pruned_requests: Of the sieved requests those that were read with pruning, by method.
+        unpruned_requests: Of the sieved requests those that were to be pruned and could not be.
+        computed_share: Sum over the pruned requests of the share of the work on their prompt that
+            the layers did.
+        prune_seconds_saved: Prefill time that pruning saved, in seconds; an estimate.
     """
 
     requests: int = 0
@@ -168,6 +194,10 @@ class SieveTotals:
     mass_lost: float = 0.0
     shadow_mass_lost: float = 0.0
     seconds: float = 0.0
+    pruned_requests: dict[str, int] = field(default_factory=dict)
+    unpruned_requests: int = 0
+    computed_share: float = 0.0
+    prune_seconds_saved: float = 0.0
 
     def add(self, report: SieveReport, seconds: float = 0.0) -> None:
         """Count one finished request."""
@@ -184,6 +214,13 @@ class SieveTotals:
         self.prompt_tokens += report.prompt_tokens
         self.stored_tokens += report.stored_tokens["sieved"]
         self.blocks_freed += report.blocks_freed
+        if (pruned := report.pruned) is not None:
+            counted = self.pruned_requests.get(pruned.method, 0)
+            self.pruned_requests[pruned.method] = counted + 1
+            self.computed_share += pruned.computed_share
+            self.prune_seconds_saved += pruned.seconds_saved
+        elif report.not_pruned is not None:
+            self.unpruned_requests += 1
 
     def __str__(self) -> str:
         parts = [f"{self.requests} request{'' if self.requests == 1 else 's'} finished"]
@@ -193,6 +230,15 @@ class SieveTotals:
                 f" {self.stored_tokens} kept per sieved layer, {self.blocks_freed} blocks"
                 f" freed, {100 * self.mass_lost / self.sieved_requests:.2f}% of attention lost"
             )
+        if num_pruned := sum(self.pruned_requests.values()):
+            methods = ", ".join(f"{count} {name}" for name, count in self.pruned_requests.items())
+            parts.append(
+                f"{num_pruned} pruned while read ({methods}):"
+                f" {100 * self.computed_share / num_pruned:.0f}% of their prompts' work done, about"
+                f" {self.prune_seconds_saved:.2f} s saved"
+            )
+        if self.unpruned_requests:
+            parts.append(f"{self.unpruned_requests} to be pruned and could not be")
         if self.shadow_requests:
             would = 100 * self.shadow_mass_lost / self.shadow_requests
             parts.append(
