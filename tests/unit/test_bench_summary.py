@@ -107,6 +107,16 @@ def test_a_response_without_a_report_proves_nothing() -> None:
         prove({"budget": 128}, 32, [(PROMPT, report()), (PROMPT, None)])
 
 
+def test_an_arm_that_should_have_pruned_and_did_not_is_an_error() -> None:
+    unpruned = {**report(), "pruned": None, "not_pruned": "400 tokens must be read at once"}
+    pruned = {**report(), "pruned": {"method": "asl"}, "not_pruned": None}
+    settings = {"budget": 128, "prune": "asl"}
+    with pytest.raises(BenchError, match=r"2 of 2 .* pruned \(asl\), and none was: 400 tokens"):
+        prove(settings, 32, [(PROMPT, unpruned)] * 2)
+
+    assert prove(settings, 32, [(PROMPT, unpruned), (PROMPT, pruned)]) is not None
+
+
 def test_stock_with_a_report_is_not_stock() -> None:
     assert prove(None, 32, [(PROMPT, None)]) is None
     with pytest.raises(BenchError, match="1 responses of the stock server carry a report"):

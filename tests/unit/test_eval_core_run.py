@@ -172,6 +172,10 @@ def test_a_server_that_does_not_sieve_gives_no_numbers(
     assert len(journal_of(session)) == 1
 
 
+def unpruned(report: dict[str, Any]) -> dict[str, Any]:
+    return {**report, "pruned": None, "not_pruned": "400 tokens must be read at once"}
+
+
 def lacking(report: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in report.items() if key != "stored_tokens"}
 
@@ -184,6 +188,7 @@ def lacking(report: dict[str, Any]) -> dict[str, Any]:
         ({"reports": lambda report: None}, "carries no report"),
         ({"reports": lacking}, "is the server another version?"),
         ({"reports": lambda report: {**report, "prompt_tokens": 5}}, "and reports on 5"),
+        ({"reports": unpruned}, "was to be pruned and was not: 400 tokens must be read at once"),
     ],
 )
 def test_what_is_not_shown_is_not_believed(

@@ -34,7 +34,8 @@ def prove(
 
     Raises:
         BenchError: A response of stock has a report, or one of a sieved arm has none; or
-            prompts are longer than their budget, and none of them was sieved.
+            prompts are longer than their budget, and none of them was sieved; or sieved prompts
+            were to be pruned, and none was.
     """
     with_report = sum(report is not None for _, report in answers)
     if settings is None:
@@ -60,6 +61,12 @@ def prove(
         raise BenchError(
             f"{expected} of {len(answers)} prompts are longer than the budget of {rule}, and none"
             " was sieved: what was measured is not the sieve, so there is no ratio"
+        )
+    unpruned = [report["not_pruned"] for report in sieved if report.get("not_pruned")]
+    if unpruned and not any(report["pruned"] for report in sieved):
+        raise BenchError(
+            f"{len(unpruned)} of {len(answers)} prompts were to be pruned ({config.prune}), and"
+            f" none was: {unpruned[0]}; what was measured is not pruning, so there is no ratio"
         )
     return SieveProof(
         requests=len(answers),

@@ -107,6 +107,8 @@ def proof(completion: Completion, setting: Setting, item: Item) -> dict[str, Any
             f"{item_id} was asked for with a budget of {setting.kv_budget} tokens, and the server"
             f" reports one of {budget}"
         )
+    if report["sieved"] and report.get("not_pruned"):
+        raise ProofError(f"{item_id} was to be pruned and was not: {report['not_pruned']}")
     if length != len(item.prompt_ids) or completion.prompt_tokens != length:
         raise ProofError(
             f"{item_id} has {len(item.prompt_ids)} tokens; the server read"
