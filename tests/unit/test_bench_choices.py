@@ -107,6 +107,7 @@ def test_arms_share_their_chats_and_repeats_do_not() -> None:
         ({"budgets": "10"}, "budget 10 is too small: the smallest legal budget is 44"),
         ({"budgets": "128,128 , 0128"}, "--budgets has 'budget-128' twice"),
         ({"policies": "nonsense"}, "policy: "),
+        ({"settings": {"prune_options": {"layer": 3}}}, "do nothing while prune is 'none'"),
         ({"workloads": "mixed,mixt"}, "no workload is called 'mixt'; there are long-prompt"),
         ({"workloads": " "}, "--workload names none"),
         ({"concurrency": 1, "rate": 1.0}, "give one of them"),

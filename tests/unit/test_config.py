@@ -55,6 +55,7 @@ from kvsieve import BudgetRule, ConfigError, SieveConfig
             ],
         ),
         ({"max_tiers": 0}, ["max_tiers", "0"]),
+        ({"prune": "asl", "full_layers": "0-2"}, ["every layer to be sieved", "full_layers to 0"]),
     ],
 )
 def test_a_mistake_is_named_with_what_to_do(settings: dict[str, Any], words: list[str]) -> None:

@@ -1,9 +1,9 @@
 """The import rule: an arrow may import what it points to, and nothing else.
 
     cli -> {evals, bench, inspect, demo, planning} -> {serving, reports} -> engine
-        -> {policies, kernels} -> core
+        -> {policies, pruning, kernels} -> core, and pruning -> policies
 
-Rooms on one level do not import one another, and only `engine` imports vLLM.
+Otherwise rooms on one level do not import one another, and only `engine` imports vLLM.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RULE = {
     "bench": allow(f"{UP_TO_ENGINE} serving reports"),
     "inspect": allow(f"{UP_TO_ENGINE} serving reports"),
     "demo": allow(f"{UP_TO_ENGINE} serving"),
-    "planning": allow("kvsieve core", packages="transformers"),
+    "planning": allow("kvsieve core pruning", packages="transformers"),
     "cli": allow(f"{UP_TO_ENGINE} serving reports evals bench inspect demo planning"),
     "__main__": allow("cli", packages=""),
 }
@@ -156,6 +156,8 @@ def test_walk_reads_the_source() -> None:
         ("policies/a.py", "from ..kernels.b import c", "1: policies may not import kernels"),
         ("policies/__init__.py", "from ..kernels import c", "1: policies may not import kernels"),
         ("policies/sub/a.py", "from ...kernels import c", "1: policies may not import kernels"),
+        ("policies/a.py", "from kvsieve.pruning import c", "1: policies may not import pruning"),
+        ("pruning/a.py", "from kvsieve.kernels import c", "1: pruning may not import kernels"),
         ("kernels/a.py", "from kvsieve.policies.b import c", "1: kernels may not import policies"),
         ("kernels/a.py", "import numpy as np", "1: kernels may not import the package numpy"),
         ("engine/a.py", "import kvsieve.serving.b", "1: engine may not import serving"),
@@ -181,6 +183,8 @@ def test_planted_violation_is_found(tmp_path: Path, file: str, text: str, reason
         ("core/a.py", "import math\nimport pydantic\nfrom kvsieve.core.b import c"),
         ("policies/a.py", "import torch.nn.functional as F\nfrom kvsieve.core.plan import x"),
         ("kernels/a.py", "def f():\n    import triton"),
+        ("pruning/a.py", "from kvsieve.policies import Evidence"),
+        ("planning/a.py", "from kvsieve.pruning import pruning_from_config"),
         ("engine/a.py", "import vllm, numpy\nfrom kvsieve.policies import b"),
         ("cli/a.py", "from kvsieve import __version__, demo\nimport rich"),
     ],
@@ -254,7 +258,7 @@ def test_config_parses_without_vllm_torch_transformers_triton() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("package", ["kvsieve.policies", "kvsieve.kernels"])
+@pytest.mark.parametrize("package", ["kvsieve.policies", "kvsieve.pruning", "kvsieve.kernels"])
 def test_tensor_code_imports_without_vllm_transformers_triton(package: str) -> None:
     ran = run_without({"vllm", "transformers", "triton"}, f"import {package}")
 

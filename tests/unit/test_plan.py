@@ -18,9 +18,11 @@ from kvsieve.core.plan import (
     make_plan,
     tier_sizes,
 )
+from kvsieve.core.pruning import PRUNE_NAMES
 from kvsieve.core.tiers import make_tiers
 from kvsieve.planning.plan import plan_model
 from kvsieve.policies import METHODS, method_names
+from kvsieve.pruning import PRUNE_METHODS
 
 
 @pytest.mark.parametrize(
@@ -205,8 +207,8 @@ def test_the_commands_take_and_show_what_methods_and_settings_need(tmp_path: Pat
     assert [tier["nominal"] for tier in shown["tiers"]] == [512, 200]
     assert "Tiers of the sieved layers" in text
     assert "10-29" in text
-    assert [method["name"] for method in listed] == method_names()
-    for method in listed:
+    assert [method["name"] for method in listed["policies"]] == method_names()
+    for method in listed["policies"]:
         assert method["name"] in table
         assert (method["sees_question"], method["summary"]) == (
             METHODS[method["name"]].sees_question,
@@ -223,3 +225,135 @@ def test_options_of_a_policy_are_given_as_json(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, [*words, text])
         assert isinstance(result.exception, ConfigError)
         assert said in str(result.exception)
+
+
+def test_the_methods_of_pruning_are_listed() -> None:
+    listed = json.loads(CliRunner().invoke(app, ["policies", "--json"]).stdout)["pruning"]
+    table = CliRunner().invoke(app, ["policies"]).stdout
+
+    assert [method["name"] for method in listed] == list(PRUNE_NAMES)
+    for method in listed:
+        known = PRUNE_METHODS[method["name"]]
+        assert method["name"] in table
+        assert (method["layer"], method["of_layers"]) == (known.layer, 32)
+        assert (method["window"], method["pooling"], method["pool_size"], method["passes"]) == (
+            known.window,
+            known.pooling,
+            known.pool_size,
+            known.num_passes,
+        )
+        assert (method["threshold"] is None) == (method["name"] in ("fastkv", "gemfilter"))
+
+
+def token_layers(prompt: int, kept: int, layer: int, passes: int) -> int:
+    """Tokens that each of the 30 layers computes, one by one."""
+    first_pass = [prompt] * (layer + 1)
+    rest = [kept] * (30 if passes == 2 else 30 - len(first_pass))
+    return sum(first_pass + rest)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers", "may_stay_whole", "passes"),
+    [
+        ({"prune": "fastkv@12"}, (12, 12), False, 1),
+        ({"prune": "fastkv", "prune_options": {"layer": 3}}, (3, 3), False, 1),
+        ({"prune": "gemfilter@5"}, (5, 5), False, 2),
+        # The layer at which judging begins only sets the scale.
+        ({"prune": "asl@10"}, (11, 28), True, 1),
+        ({"prune": "asl@10", "prune_options": {"max_layer": 20}}, (11, 20), False, 1),
+        ({"prune": "asl-two-pass@10"}, (11, 29), False, 2),
+    ],
+)
+def test_a_plan_shows_what_pruning_would_do(
+    tmp_path: Path,
+    settings: dict[str, object],
+    layers: tuple[int, int],
+    may_stay_whole: bool,
+    passes: int,
+) -> None:
+    facts = planned(tmp_path, {"full_layers": 0, "budget": 500, **settings})
+    pruning = facts["pruning"]
+
+    # Blocks of 32: of 4,000 tokens those from 3,488 on are stored.
+    assert pruning["kept_tokens"] == 512
+    assert tuple(pruning["layers"].values()) == layers
+    assert (pruning["may_stay_whole"], pruning["passes"]) == (may_stay_whole, passes)
+    least, most = (token_layers(4000, 512, layer, passes) for layer in layers)
+    assert pruning["token_layers"] == {
+        "full": 4000 * 30,
+        "least": least,
+        "most": 4000 * 30 if may_stay_whole else most,
+    }
+    assert pruning["read_at_once"] == (512 if "fastkv" in str(settings) else 4000)
+    assert "every layer allocates all of it" in facts["notes"][0]
+    plain = planned(tmp_path, {"full_layers": 0, "budget": 500})
+    assert plain["pruning"] is None
+    assert plain["request"] == facts["request"]
+
+
+def test_a_plan_says_when_there_is_nothing_to_prune(tmp_path: Path) -> None:
+    facts = planned(tmp_path, {"full_layers": 0, "budget": 5000, "prune": "asl"})
+
+    assert not facts["pruning"]["is_pruned"]
+    assert set(facts["pruning"]["token_layers"].values()) == {4000 * 30}
+    assert not any("allocates" in note for note in facts["notes"])
+
+
+def test_a_model_with_sliding_windows_cannot_be_pruned(tmp_path: Path) -> None:
+    shape = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    words = ["plan", str(tmp_path), "--prune", "fastkv"]
+    result = CliRunner().invoke(app, words)
+
+    assert isinstance(result.exception, ConfigError)
+    assert "needs every layer to be sieved, and 0, 2 of this model are not" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prune", "fastkv@12"], ["fastkv", "pruned after layer", "of which at most"]),
+        (
+            ["--prune", "asl"],
+            ["first judged layer", "for each prompt; or not at all", "% to 100.0%"],
+        ),
+        (["--prune", "asl", "--budget", "5000"], ["tokens fit the budget: nothing"]),
+    ],
+)
+def test_the_command_prints_the_plan_of_pruning(
+    tmp_path: Path, words: list[str], said: list[str]
+) -> None:
+    planned(tmp_path, {})
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", str(tmp_path), *words])
+
+    assert result.exit_code == 0, result.exception
+    assert all(part in result.stdout for part in said)
+
+
+@pytest.mark.parametrize("command", ["plan", "serve", "generate", "eval"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prune", "fastkw"], "must be none or one of asl, fastkv"),
+        (["--prune", "asl", "--prune-options", "{a: 3}"], "prune_options must be JSON"),
+        (["--prune", "asl", "--prune-options", '{"layr": 3}'], "did you mean 'layer'?"),
+        (["--prune-options", '{"layer": 3}'], "do nothing while prune is 'none'"),
+        (["--prune", "asl", "--prune-calibration", "none.json"], "none.json cannot be read"),
+        (["--prune", "asl", "--full-layers", "3"], "set full_layers to 0"),
+        (["--prune", "asl", "--layer-budgets", "pyramid"], "leave out layer_budgets"),
+    ],
+)
+def test_settings_of_pruning_are_refused_in_words_by_every_command(
+    tmp_path: Path, command: str, words: list[str], said: str
+) -> None:
+    planned(tmp_path, {})
+    more = ["--prompt", "x"] if command == "generate" else []
+    result = CliRunner().invoke(app, [command, str(tmp_path), *more, *words])
+
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)

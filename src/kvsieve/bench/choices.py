@@ -15,6 +15,7 @@ from kvsieve.bench.workload import WORKLOADS
 from kvsieve.core.errors import ConfigError, KvsieveError
 from kvsieve.engine.activation import is_disabled
 from kvsieve.policies import parse_settings
+from kvsieve.pruning import pruning_from_config
 from kvsieve.reports.page import check_report_files
 
 DEFAULT_CONCURRENCY = 8
@@ -198,6 +199,7 @@ def _arms(
             try:
                 config = parse_settings(settings)
                 config.budget_rule(block_size)
+                pruning_from_config(config)
             except ConfigError as error:
                 found += error.reasons
                 continue

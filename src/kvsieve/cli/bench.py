@@ -48,6 +48,9 @@ def bench(
     max_tiers: options.MaxTiers = None,
     policy_options: options.PolicyOptions = None,
     protect_roles: options.ProtectRoles = None,
+    prune: options.Prune = None,
+    prune_options: options.PruneOptions = None,
+    prune_calibration: options.PruneCalibration = None,
     workload: Annotated[
         str,
         typer.Option(

@@ -113,6 +113,9 @@ def evaluate(
     max_tiers: options.MaxTiers = None,
     policy_options: options.PolicyOptions = None,
     protect_roles: options.ProtectRoles = None,
+    prune: options.Prune = None,
+    prune_options: options.PruneOptions = None,
+    prune_calibration: options.PruneCalibration = None,
 ) -> None:
     """Judge what budgets cost in quality, against full KV over the same prompts.
 
@@ -144,11 +147,9 @@ def evaluate(
     )
     reasons += check_wanted(wanted)
     settings = []
-    from kvsieve.policies import parse_settings
-
     for check in (
         lambda: options.check_model(model),
-        lambda: parse_settings(sieve),
+        lambda: options.check_settings(sieve),
         lambda: settings.extend(every_setting(_split(policies), _split(budgets))),
     ):
         try:

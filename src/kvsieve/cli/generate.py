@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kvsieve.cli import options
 from kvsieve.core.errors import KvsieveError
+from kvsieve.core.report import pruning_sentence
 
 
 def generate(
@@ -48,6 +49,9 @@ def generate(
     max_tiers: options.MaxTiers = None,
     policy_options: options.PolicyOptions = None,
     protect_roles: options.ProtectRoles = None,
+    prune: options.Prune = None,
+    prune_options: options.PruneOptions = None,
+    prune_calibration: options.PruneCalibration = None,
 ) -> None:
     """Generate from one prompt with a sieved KV cache, greedily, and report what was kept."""
     if (prompt is None) == (prompt_file is None):
@@ -56,9 +60,7 @@ def generate(
         prompt = sys.stdin.read() if str(prompt_file) == "-" else _read(prompt_file)
     options.check_model(model)
     settings = options.given_settings(context)
-    from kvsieve.policies import parse_settings
-
-    parse_settings(settings)
+    options.check_settings(settings)
     from kvsieve.engine.entrypoint import generate_once
 
     errors = Console(stderr=True)
@@ -85,6 +87,8 @@ def generate(
     print(answer.text)
     report = json.dumps(answer.report) if answer.report else "switched off by KVSIEVE_DISABLE"
     errors.print(f"kvsieve: {report}", highlight=False, soft_wrap=True)
+    if answer.report and (said := pruning_sentence(answer.report)):
+        errors.print(f"kvsieve: {said}", highlight=False, soft_wrap=True)
 
 
 def _read(path: Path | None) -> str:

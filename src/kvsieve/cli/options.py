@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,9 @@ PoolSize = Annotated[int | None, _option("pool_size")]
 Pooling = Annotated[str | None, _option("pooling")]
 NumSinkTokens = Annotated[int | None, _option("num_sink_tokens")]
 ProtectRoles = Annotated[str | None, _option("protect_roles")]
+Prune = Annotated[str | None, _option("prune")]
+PruneOptions = Annotated[str | None, _option("prune_options", " As JSON.")]
+PruneCalibration = Annotated[str | None, _option("prune_calibration")]
 
 
 def check_model(model: str) -> None:
@@ -63,18 +67,34 @@ def given_settings(context: typer.Context) -> dict[str, Any]:
     """The settings of the sieve that were given on the command line, by field name.
 
     Raises:
-        ConfigError: The policy's options are no JSON.
+        ConfigError: Options of the policy or of pruning are no JSON.
     """
     values = {name: context.params.get(name) for name in SieveConfig.model_fields}
     given = {name: value for name, value in values.items() if value is not None}
-    if isinstance(text := given.get("policy_options"), str):
-        try:
-            given["policy_options"] = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(
-                [
-                    f"policy_options must be JSON such as '{{\"name\": 1}}', and {text!r} is not:"
-                    f" {error}"
-                ]
-            ) from None
+    reasons = []
+    for name in ("policy_options", "prune_options"):
+        if isinstance(text := given.get(name), str):
+            try:
+                given[name] = json.loads(text)
+            except ValueError as error:
+                reasons.append(
+                    f"{name} must be JSON such as '{{\"name\": 1}}', and {text!r} is not: {error}"
+                )
+    if reasons:
+        raise ConfigError(reasons)
     return given
+
+
+def check_settings(settings: Mapping[str, Any]) -> SieveConfig:
+    """The configuration that the settings make, those of the policy and of pruning included.
+
+    Raises:
+        ConfigError: Every problem found, in words.
+    """
+    # Imported here: torch takes seconds, which `--help` should not cost.
+    from kvsieve.policies import parse_settings
+    from kvsieve.pruning import pruning_from_config
+
+    config = parse_settings(settings)
+    pruning_from_config(config)
+    return config

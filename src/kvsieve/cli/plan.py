@@ -45,12 +45,13 @@ def plan(
     pool_size: options.PoolSize = None,
     pooling: options.Pooling = None,
     num_sink_tokens: options.NumSinkTokens = None,
+    prune: options.Prune = None,
+    prune_options: options.PruneOptions = None,
+    prune_calibration: options.PruneCalibration = None,
 ) -> None:
     """Show layers, cache groups, padding, bytes per request and requests that fit."""
     options.check_model(model)
-    from kvsieve.policies import parse_settings
-
-    config = parse_settings(options.given_settings(context))
+    config = options.check_settings(options.given_settings(context))
     from kvsieve.planning.plan import plan_model
 
     facts = plan_model(
@@ -87,6 +88,35 @@ def _tiers(facts: dict[str, Any]) -> Table:
     return table
 
 
+def _pruning(facts: dict[str, Any]) -> Table:
+    """What pruning would do to a prompt."""
+    pruning, prompt_tokens = facts["pruning"], facts["prompt_tokens"]
+    table = Table(show_header=False, title="Pruning while a prompt is read", title_justify="left")
+    passes = ", in two passes" if pruning["passes"] == 2 else ""
+    table.add_row("method", f"{pruning['method']}{passes}")
+    table.add_row(
+        "scored by", f"window {pruning['window']}, {pruning['pooling']} {pruning['pool_size']}"
+    )
+    table.add_row("pruned are", pruning["rule"])
+    if not pruning["is_pruned"]:
+        table.add_row("this prompt", f"its {prompt_tokens} tokens fit the budget: nothing")
+        return table
+    first, last = pruning["layers"]["first"], pruning["layers"]["last"]
+    if pruning["first_judged_layer"] is None:
+        table.add_row("pruned after layer", str(first))
+    else:
+        otherwise = "; or not at all" if pruning["may_stay_whole"] else ""
+        table.add_row("first judged layer", str(pruning["first_judged_layer"]))
+        table.add_row("pruned after layer", f"{first} to {last}, for each prompt{otherwise}")
+    table.add_row("tokens that go on", f"{pruning['kept_tokens']} of {prompt_tokens}")
+    table.add_row("must be read at once", f"{pruning['read_at_once']} tokens")
+    work = pruning["token_layers"]
+    least, most = (100 * work[key] / work["full"] for key in ("least", "most"))
+    share = f"{least:.1f}%" if least == most else f"{least:.1f}% to {most:.1f}%"
+    table.add_row("computed, of tokens x layers", share)
+    return table
+
+
 def _print(console: Console, facts: dict[str, Any]) -> None:
     layers, budget, groups = facts["layers"], facts["budget"], facts["groups"]
     table = Table(show_header=False, title=f"Plan for {facts['model']}", title_justify="left")
@@ -109,6 +139,8 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     console.print(table)
     if len(facts["tiers"]) > 1:
         console.print(_tiers(facts))
+    if facts["pruning"] is not None:
+        console.print(_pruning(facts))
     title = (
         f"A request of {facts['prompt_tokens']} prompt and {facts['output_tokens']} output tokens"
     )

@@ -1,4 +1,4 @@
-"""`kvsieve policies`: the methods that rank the tokens of a prompt."""
+"""`kvsieve policies`: the methods that rank the tokens of a prompt, and those that prune it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvsieve.cli.prune_methods import prune_facts, prune_table
 from kvsieve.policies import Method, find_method, method_names
 
 
 def policies(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the policies: what they keep, where they come from, their own default settings."""
+    """Show the policies: what they keep, where they come from, their own default settings.
+
+    And the methods that prune a prompt while it is read.
+    """
     methods = [find_method(name) for name in method_names()]
     if as_json:
-        print(json.dumps([_facts(method) for method in methods], indent=2))
+        listed = {"policies": [_facts(method) for method in methods], "pruning": prune_facts()}
+        print(json.dumps(listed, indent=2))
     else:
-        Console().print(_table(methods))
+        console = Console()
+        console.print(_table(methods))
+        console.print(prune_table())
 
 
 def _facts(method: Method) -> dict[str, Any]:

@@ -27,6 +27,9 @@ def serve(
     max_tiers: options.MaxTiers = None,
     policy_options: options.PolicyOptions = None,
     protect_roles: options.ProtectRoles = None,
+    prune: options.Prune = None,
+    prune_options: options.PruneOptions = None,
+    prune_calibration: options.PruneCalibration = None,
 ) -> None:
     """Serve MODEL over vLLM's OpenAI API with a sieved KV cache.
 
@@ -35,9 +38,7 @@ def serve(
     """
     options.check_model(model)
     settings = options.given_settings(context)
-    from kvsieve.policies import parse_settings
-
-    parse_settings(settings)
+    options.check_settings(settings)
     from kvsieve.engine.entrypoint import run_server
 
     run_server(model, settings, context.args)

@@ -214,6 +214,10 @@ class SieveConfig(BaseModel):
             reasons.append(
                 "prune needs the same budget in every layer: leave out layer_budgets, or prune"
             )
+        if self.prune != NO_PRUNING and self.full_layers:
+            reasons.append(
+                "prune needs every layer to be sieved: set full_layers to 0, or leave out prune"
+            )
         if low is not None and high is not None and low > high:
             reasons.append(f"min_budget ({low}) is above max_budget ({high})")
         for name, tokens in self._budgets_in_tokens():

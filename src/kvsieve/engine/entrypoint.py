@@ -13,6 +13,7 @@ from kvsieve.core.config import CONFIG_KEY
 from kvsieve.core.errors import ConfigError
 from kvsieve.engine.plugin import register
 from kvsieve.policies import parse_settings
+from kvsieve.pruning import pruning_from_config
 
 DEFAULT_HOST = "127.0.0.1"
 
@@ -69,7 +70,7 @@ def _with_settings(additional_config: Any, settings: dict[str, Any]) -> dict[str
     if not isinstance(given, dict):
         parse_settings(given)
     additional[CONFIG_KEY] = {**given, **settings}
-    parse_settings(additional[CONFIG_KEY])
+    pruning_from_config(parse_settings(additional[CONFIG_KEY]))
     return additional
 
 

@@ -147,6 +147,8 @@ def activate(vllm_config: Any, config: SieveConfig) -> None:
 
     refuse_unsupported(vllm_config)
     config.budget_rule(vllm_config.cache_config.block_size)
+    if pruning := model_pruning(vllm_config):
+        pruning.settings(pruning.prune, vllm_config.model_config.get_total_num_hidden_layers())
     if config.forced_tokens:
         from kvsieve.engine.forcing import install_forcing
 

@@ -20,6 +20,7 @@ from kvsieve.core.plan import (
     make_plan,
 )
 from kvsieve.core.tiers import LayerTier, PyramidBudgets, make_tiers
+from kvsieve.planning.pruning import plan_pruning
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def plan_model(
         for tier in tiers
     ]
     shape_name = config.layer_budgets if isinstance(config.layer_budgets, str) else "by layers"
+    pruning = plan_pruning(config, layer_plan, prompt_tokens, shown[0]["stored"])
     dropped = sum(len(tier["layers"]) * (prompt_tokens - tier["stored"]) for tier in shown)
 
     def cost(is_sieved: bool, prompt: int, output: int) -> int:
@@ -117,6 +119,7 @@ def plan_model(
             "stored": prompt_tokens - dropped // len(layer_plan.sieved),
         },
         "tiers": shown,
+        "pruning": pruning,
         "groups": {
             "count": grouping.num_groups,
             "layers_each": grouping.group_size,
@@ -124,7 +127,7 @@ def plan_model(
         },
         "request": request,
         "requests_that_fit": _requests_that_fit(request, pool_bytes),
-        "notes": _notes(shape, layer_plan, prompt_tokens, output_tokens, shown, grouping),
+        "notes": _notes(shape, layer_plan, prompt_tokens, output_tokens, shown, grouping, pruning),
     }
 
 
@@ -179,6 +182,7 @@ def _notes(
     output_tokens: int,
     tiers: Sequence[Mapping[str, Any]],
     grouping: Grouping,
+    pruning: Mapping[str, Any] | None,
 ) -> list[str]:
     notes = []
     smallest = min(tier["nominal"] for tier in tiers)
@@ -200,6 +204,11 @@ def _notes(
     if plan.untouched:
         notes.append(
             "sliding-window layers are counted as if they kept everything; vLLM frees theirs too"
+        )
+    if pruning is not None and pruning["is_pruned"]:
+        notes.append(
+            "a pruned prompt needs of the pool what any sieved one needs: while it is read every"
+            " layer allocates all of it"
         )
     return notes
 
