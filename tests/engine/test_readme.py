@@ -95,6 +95,25 @@ def test_the_servers_serve(real_model: str, tmp_path: Path, number: int) -> None
     assert server.exit_status == 0, server.log.read_text()[-2000:]
 
 
+def test_the_server_that_prunes_prunes(real_model: str, tmp_path: Path) -> None:
+    port = free_port()
+    (line,) = commands(blocks("sh pruning serve")[0])
+    words = shlex.split(line.replace("$MODEL", real_model))
+    program = str(Path(sys.executable).parent / words[0])
+    (client,) = blocks("python pruning client")
+    script = tmp_path / "client.py"
+    script.write_text(client.replace("8000", str(port)))
+    with Server([program, *words[1:], "--port", str(port)], port, tmp_path / "log"):
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env=environment(real_model),
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("{'method': 'asl', 'layer': ")
+
+
 def own_budget(port: int, model: str, folder: Path) -> None:
     """Run the README's request with a budget of its own."""
     (program,) = blocks("python client")

@@ -59,10 +59,19 @@ FEATURES: tuple[Feature, ...] = (
         "compared with Transformers, with random weights",
     ),
     _served("continuous batching, chunked prefill"),
-    _served("prefix caching", "hits of a sieved request end before its last 32 tokens"),
+    _served(
+        "prefix caching",
+        "hits of a sieved request end before its last 32 tokens; a pruned one has none",
+    ),
     _served(
         "protected spans and roles (`kv_protect`, `protect_roles`)",
         "roles: chats that the server renders, text only; not with beam search",
+    ),
+    _served(
+        "prefill pruning (`prune`, `kv_prune`)",
+        "every layer sieved, and decoder layers that take positions, hidden states and residual:"
+        " Llama, Qwen2, Qwen3, Mistral, most others; such a step runs uncompiled; not with"
+        " prompt_logprobs",
     ),
     _served("preemption and recompute", "a recomputed request writes the same text"),
     _served("asynchronous scheduling", "vLLM switches it off on CPUs; tests force it on"),
