@@ -22,7 +22,7 @@ from kvsieve.core.pruning import PRUNE_NAMES
 from kvsieve.core.tiers import make_tiers
 from kvsieve.planning.plan import plan_model
 from kvsieve.policies import METHODS, method_names
-from kvsieve.pruning import PRUNE_METHODS
+from kvsieve.pruning import PRUNE_METHODS, pruning_from_config
 
 
 @pytest.mark.parametrize(
@@ -357,3 +357,32 @@ def test_settings_of_pruning_are_refused_in_words_by_every_command(
 
     assert isinstance(result.exception, ConfigError)
     assert said in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("prune", "options", "said"),
+    [
+        (
+            "fastkv@12",
+            {"num_sink_tokens": 4},
+            "fastkv of 30 layers: after layer 12; window 8, pooling max 7, 4 sinks",
+        ),
+        (
+            "asl@9",
+            {},
+            "asl of 30 layers: after layer 10 to 28, threshold 0.3 over 7 layers, or not at all;"
+            " window 32, pooling avg 7, 0 sinks",
+        ),
+        (
+            "asl-two-pass@9",
+            {"max_layer": 20},
+            "asl-two-pass of 30 layers: after layer 10 to 20, threshold 0.3 over 7 layers; window"
+            " 32, pooling avg 7, 0 sinks, two passes",
+        ),
+    ],
+)
+def test_the_log_says_how_a_server_prunes(prune: str, options: dict[str, int], said: str) -> None:
+    pruning = pruning_from_config(SieveConfig(prune=prune, prune_options=options))
+
+    assert pruning is not None
+    assert str(pruning.settings(pruning.prune, 30)) == said

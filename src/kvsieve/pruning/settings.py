@@ -67,6 +67,21 @@ class PruneSettings:
     num_sink_tokens: int
     num_layers: int
 
+    def __str__(self) -> str:
+        where = f"after layer {self.layer}"
+        if self.method.is_adaptive:
+            where = (
+                f"after layer {self.layer + 1} to {self.last_scored_layer}, threshold"
+                f" {self.threshold:g} over {self.observed_layers} layers"
+            )
+            if self.max_layer is None and self.method.num_passes == 1:
+                where += ", or not at all"
+        passes = ", two passes" if self.method.num_passes == 2 else ""
+        return (
+            f"{self.method.name} of {self.num_layers} layers: {where}; window {self.window},"
+            f" pooling {self.pooling} {self.pool_size}, {self.num_sink_tokens} sinks{passes}"
+        )
+
     @property
     def num_recent(self) -> int:
         """Last tokens of the prompt that are always kept."""
