@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, example, given
@@ -18,6 +19,7 @@ from kvsieve.core.tiers import (
     LayerTier,
     PyramidBudgets,
     falling_quotients,
+    in_proportion,
     make_tiers,
     pyramid,
     smallest_budget_of,
@@ -241,21 +243,77 @@ def test_ranges_with_one_budget_are_one_tier() -> None:
 
 
 @given(
-    st.integers(68, 3000), st.integers(68, 3000), st.integers(68, 9000), st.integers(3, 28), lengths
+    budgets=st.lists(
+        st.integers(70, 9000) | st.sampled_from(["2%", "30%", "100%"]), min_size=2, max_size=4
+    ),
+    ends=st.sets(st.integers(3, 28), min_size=3, max_size=3),
+    bounds=st.sampled_from([{}, {"min_budget": 70}, {"max_budget": 9000}]),
+    wanted=st.integers(70, 9000),
+    prompt=lengths,
 )
+# Twice the budgets would be 16384 for the first layers, of a prompt of 3000 tokens.
+@example([8192, 300], {2 + 9}, {}, 2600, 3000)
+@example([900, 200], {11}, {"min_budget": 150, "max_budget": 1000}, 150, 4000)
+@example([900, 200], {11}, {"min_budget": 150, "max_budget": 1000}, 1000, 4000)
 def test_a_request_scales_budgets_by_layers(
-    first: int, second: int, wanted: int, last: int, prompt: int
+    budgets: list[int | str],
+    ends: set[int],
+    bounds: dict[str, int],
+    wanted: int,
+    prompt: int,
 ) -> None:
-    assume(first != second)
-    tiers = tiers_of(layer_budgets={f"3-{last}": first, f"{last + 1}-29": second})
-    mean = Fraction(first * (last - 2) + second * (29 - last), 27)
+    edges = [3, *(end + 1 for end in sorted(ends)[: len(budgets) - 1]), 30]
+    shape = {
+        f"{first}-{after - 1}": budget
+        for budget, (first, after) in zip(budgets, pairwise(edges), strict=True)
+    }
+    tiers = tiers_of(layer_budgets=shape, **bounds)
+    least = bounds.get("min_budget", 68)
+    most = min(prompt, bounds.get("max_budget", prompt))
+    requested = BudgetRule(tokens=wanted, min_tokens=least, max_tokens=bounds.get("max_budget"))
+    scaled = tokens(tiers, prompt, requested)
 
-    expected = [max(68, int(each * wanted / mean)) for each in (first, second)]
+    assert tiers[0].rule.mean_for(prompt, requested) == wanted
     if wanted >= prompt:
         # All of the prompt: no layer may lose any of it.
-        expected = [wanted, wanted]
-    assert tokens(tiers, prompt, BudgetRule(tokens=wanted, min_tokens=68)) == expected
-    assert tiers[0].rule.mean_for(prompt, BudgetRule(tokens=wanted)) == wanted
+        assert scaled == [wanted] * len(tiers)
+        return
+    # No tier is given what it cannot use, so the mean is what was asked for.
+    assert all(least <= each <= most for each in scaled)
+    assert 0 <= 27 * wanted - total(tiers, prompt, requested) < 27
+    # Those that no bound holds stand to each other as the operator's budgets do.
+    free = [
+        (scale, own)
+        for scale, own in zip(scaled, tokens(tiers, prompt), strict=True)
+        if least < scale < most
+    ]
+    for (scale, own), (other, others) in pairwise(free):
+        assert scale * others < (other + 1) * own and other * own < (scale + 1) * others
+    # Nobody at a bound would be within it at the level of the others.
+    for scale, own in free[:1]:
+        for each, its in zip(scaled, tokens(tiers, prompt), strict=True):
+            if each == least:
+                assert its * scale < (least + 1) * own
+            if each == most:
+                assert its * (scale + 1) > most * own
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.integers(1, 9)), min_size=1, max_size=5),
+    st.integers(1, 400),
+    st.integers(0, 300),
+    st.data(),
+)
+def test_a_larger_mean_makes_no_part_smaller(
+    pairs: list[tuple[int, int]], least: int, room: int, data: st.DataObject
+) -> None:
+    parts, counts = zip(*pairs, strict=True)
+    mean = data.draw(st.integers(least, least + room))
+    more = data.draw(st.integers(mean, least + room))
+    few = in_proportion(parts, counts, mean, least, least + room)
+    many = in_proportion(parts, counts, more, least, least + room)
+
+    assert all(a <= b for a, b in zip(few, many, strict=True))
 
 
 def test_a_budget_beside_budgets_by_layers_scales_them_like_a_requests() -> None:
@@ -269,11 +327,20 @@ def test_a_budget_beside_budgets_by_layers_scales_them_like_a_requests() -> None
     assert scaled[0].rule.mean_for(4000) == 400
 
 
-def test_scaled_budgets_stay_within_the_operators_bounds() -> None:
+def test_what_a_bound_takes_from_scaled_budgets_goes_to_the_others() -> None:
     tiers = tiers_of(layer_budgets={"3-11": 900, "12-29": 200}, min_budget=150, max_budget=1000)
 
-    assert tokens(tiers, 4000, BudgetRule(tokens=1000)) == [1000, 461]
-    assert tokens(tiers, 4000, BudgetRule(tokens=150)) == [311, 150]
+    assert tokens(tiers, 4000, BudgetRule(tokens=600)) == [1000, 400]
+    assert tokens(tiers, 4000, BudgetRule(tokens=1000)) == [1000, 1000]
+    assert tokens(tiers, 4000, BudgetRule(tokens=200)) == [300, 150]
+    assert tokens(tiers, 4000, BudgetRule(tokens=150)) == [150, 150]
+
+
+def test_what_the_prompt_is_too_short_for_goes_to_the_other_layers() -> None:
+    tiers = tiers_of(budget=1000, layer_budgets={"3-11": 900, "12-20": 100, "21-29": "10%"})
+
+    # As they are they would be in the ratio 9 : 1 : 1.5, or 2348 tokens for the first.
+    assert tokens(tiers, 1500) == [1500, 600, 900]
 
 
 @given(

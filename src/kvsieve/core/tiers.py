@@ -78,6 +78,40 @@ def falling_quotients(totals: Sequence[int], counts: Sequence[int]) -> list[int]
 
 
 @lru_cache(maxsize=1024)
+def in_proportion(
+    parts: tuple[int, ...], counts: tuple[int, ...], mean: int, least: int, most: int
+) -> tuple[int, ...]:
+    """Whole numbers in proportion to `parts` and of a given mean, as far as bounds allow.
+
+    What a bound takes from one, or gives to it, the others share. The mean falls short by less
+    than 1, except where the bounds themselves are beyond it.
+
+    Args:
+        parts: The proportion, at least 1 each.
+        counts: How often each of the numbers counts in the mean.
+        mean: Their mean.
+        least: Lower bound of each number.
+        most: Upper bound of each number, at least `least`.
+    """
+    # One level for all of them, so fine that a step of it raises no number by more than 1.
+    steps = max(parts)
+
+    def at(level: int) -> tuple[int, ...]:
+        return tuple(min(max(part * level // steps, least), most) for part in parts)
+
+    # At the higher level all are at their upper bound.
+    low, high = 0, -(-most * steps // min(parts))
+    while low < high:
+        middle = (low + high + 1) // 2
+        total = sum(number * count for number, count in zip(at(middle), counts, strict=True))
+        if total <= mean * sum(counts):
+            low = middle
+        else:
+            high = middle - 1
+    return at(low)
+
+
+@lru_cache(maxsize=1024)
 def _pyramid_tiers(
     prompt_tokens: int, budget: int, recent_tokens: int, smallest: int, sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
@@ -164,36 +198,26 @@ class ExplicitBudgets:
         """The mean over the layers that is aimed at, in tokens; rounded up if nobody named one."""
         if wanted := requested or self.rule:
             return wanted.tokens_for(prompt_tokens)
-        return -(-self._total(prompt_tokens) // sum(self.sizes))
-
-    def per_tier(self, prompt_tokens: int, requested: BudgetRule | None = None) -> tuple[int, ...]:
-        """The nominal budget of each tier, in tokens.
-
-        Scaled budgets are rounded down and stay within the operator's bounds, so that their mean
-        may miss the one that was asked for.
-        """
-        given = [rule.tokens_for(prompt_tokens) for rule in self.rules]
-        wanted = requested or self.rule
-        if wanted is None:
-            return tuple(given)
-        mean = wanted.tokens_for(prompt_tokens)
-        if mean >= prompt_tokens:
-            # The whole prompt was asked for: scaling would give a part of it to layers that
-            # cannot use it, and sieve the others.
-            return (mean,) * len(given)
-        scale = mean * sum(self.sizes)
-        total = self._total(prompt_tokens)
-        return tuple(
-            rule.within_bounds(budget * scale // total)
-            for rule, budget in zip(self.rules, given, strict=True)
-        )
-
-    def _total(self, prompt_tokens: int) -> int:
-        """The tiers' own budgets, summed over their layers, in tokens."""
-        return sum(
+        total = sum(
             size * rule.tokens_for(prompt_tokens)
             for size, rule in zip(self.sizes, self.rules, strict=True)
         )
+        return -(-total // sum(self.sizes))
+
+    def per_tier(self, prompt_tokens: int, requested: BudgetRule | None = None) -> tuple[int, ...]:
+        """The nominal budget of each tier, in tokens; scaled ones as `in_proportion` says."""
+        given = tuple(rule.tokens_for(prompt_tokens) for rule in self.rules)
+        wanted = requested or self.rule
+        if wanted is None:
+            return given
+        mean = wanted.tokens_for(prompt_tokens)
+        if mean >= prompt_tokens:
+            # The whole prompt was asked for, in every layer.
+            return (mean,) * len(given)
+        # The bounds are the operator's, and the same in every rule.
+        bounds = self.rules[0]
+        most = bounds.within_bounds(prompt_tokens)
+        return in_proportion(given, self.sizes, mean, bounds.min_tokens, most)
 
 
 @dataclass(frozen=True)
