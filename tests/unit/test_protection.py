@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvsieve.core.budget import BudgetRule, stored_tokens
@@ -23,6 +25,7 @@ from kvsieve.core.protection import (
     smallest_stored,
 )
 from kvsieve.core.tiers import make_tiers
+from kvsieve.core.treatment import treat
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
 
@@ -159,6 +162,57 @@ def test_what_to_do_without_room_depends_on_who_decided() -> None:
     with pytest.raises(ValueError, match=r"^this server protects messages of system.*'none'"):
         check_room(1000, 300, stored, operators_roles=("system",))
     check_room(1000, 300, lambda kv_budget: 2000)
+
+
+def test_no_budget_is_named_where_none_is_enough() -> None:
+    with pytest.raises(ValueError, match=r"protect fewer tokens \(no kv_budget is enough\)$"):
+        check_room(1000, 300, lambda kv_budget: 299, max_budget=2000)
+
+
+@given(
+    layer_budgets=st.sampled_from(
+        ["uniform", "pyramid", {"0-3": 390, "4-9": 160}, {"0-3": "50%", "4-9": "3%"}]
+    ),
+    mean=st.sampled_from([{}, {"budget": 300}, {"budget": "10%"}, {"budget": "60%"}]),
+    bounds=st.sampled_from([{}, {"min_budget": 150}, {"max_budget": 400}, {"max_budget": 900}]),
+    wanted=st.none() | st.integers(150, 2000) | st.sampled_from(["10%", "50%"]),
+    prompt_tokens=st.integers(1, 5000),
+    num_protected=st.integers(1, 5000),
+    block_size=st.sampled_from([16, 32]),
+)
+def test_a_request_that_follows_the_advice_has_room(
+    layer_budgets: Any,
+    mean: dict[str, Any],
+    bounds: dict[str, int],
+    wanted: Any,
+    prompt_tokens: int,
+    num_protected: int,
+    block_size: int,
+) -> None:
+    assume(mean or isinstance(layer_budgets, dict))
+    assume(not isinstance(wanted, int) or wanted <= bounds.get("max_budget", wanted))
+    config = SieveConfig.parse({"layer_budgets": layer_budgets, **mean, **bounds})
+    num_protected = min(num_protected, prompt_tokens)
+
+    def check(kv_budget: Any) -> None:
+        own = treat("sieve", config, kv_budget, block_size).budget
+        check_room(
+            prompt_tokens,
+            num_protected,
+            functools.partial(smallest_stored, config, own, prompt_tokens, block_size),
+            max_budget=config.max_budget,
+        )
+
+    try:
+        check(wanted)
+    except ValueError as error:
+        sentence = str(error)
+    else:
+        return
+    if advice := re.search("raise kv_budget to at least ([0-9]+)", sentence):
+        check(int(advice[1]))
+    else:
+        assert "protect fewer tokens (the operator's max_budget" in sentence
 
 
 LAYER_BUDGETS: list[dict[str, Any]] = [

@@ -213,7 +213,9 @@ def check_room(
         else:
             low = middle + 1
     least = "protect fewer tokens"
-    if max_budget is None or low <= max_budget:
+    if smallest_stored(low) < num_protected:
+        least += " (no kv_budget is enough)"
+    elif max_budget is None or low <= max_budget:
         least = f"raise kv_budget to at least {low}, or {least}"
     else:
         least += f" (the operator's max_budget of {max_budget} is below the {low} needed)"
