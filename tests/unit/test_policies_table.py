@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import types
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from kvsieve import ConfigError, SieveConfig
+from kvsieve.cli.main import app
 from kvsieve.policies import (
     METHODS,
     Method,
@@ -142,7 +145,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     """Puts a module and the metadata of a package with the given entry points on the path."""
 
     def put(module: str, entry_points: str, name: str = "kvsieve_friendly") -> None:
-        site = tmp_path / "site"
+        site = tmp_path / f"site_of_{name}"
         info = site / f"{name}-1.0.dist-info"
         info.mkdir(parents=True)
         (site / f"{name}.py").write_text(module)
@@ -194,8 +197,106 @@ def test_an_entry_point_that_cannot_be_used_is_named(
 def test_a_module_that_fails_is_named(install: Callable[..., None]) -> None:
     install("raise RuntimeError('no such card')", "friendly = kvsieve_friendly:FRIENDLY")
 
-    with pytest.raises(ConfigError, match=r"'friendly' .* cannot be loaded: no such card"):
+    with pytest.raises(ConfigError) as caught:
         parse_settings({"policy": "friendly"})
+    assert caught.value.reasons == (
+        "policy: 'friendly' of the package kvsieve_friendly (kvsieve_friendly:FRIENDLY)"
+        " cannot be loaded: RuntimeError: no such card",
+    )
+
+
+FAILING = """
+from kvsieve.policies import Method, read_number
+
+def build(config):
+    {step}
+
+FRIENDLY = Method("friendly", "As SnapKV", "here", True, build, {defaults}, {options})
+"""
+
+
+def failing(step: str = "pass", defaults: str = "{}", options: str = "{}") -> str:
+    return FAILING.format(step=step, defaults=defaults, options=options)
+
+
+PACKAGE = r"'friendly' of the package kvsieve_friendly \(kvsieve_friendly:FRIENDLY\)"
+
+
+@pytest.mark.parametrize(
+    ("step", "complaint"),
+    [
+        ("return config.colour", f"policy: {PACKAGE} cannot be built: AttributeError: .*colour"),
+        ("return {}['depth']", f"policy: {PACKAGE} cannot be built: KeyError: 'depth'"),
+        ("return len(3)", f"policy: {PACKAGE} cannot be built: TypeError"),
+        ("assert False, 'never'", f"policy: {PACKAGE} cannot be built: AssertionError: never"),
+        ("return None", f"policy: {PACKAGE} .* must return .*Policy, and returned a NoneType"),
+        ("return build", f"policy: {PACKAGE} .*returned a function"),
+        ("raise ValueError('too deep')", rf"policy_options: too deep \(says {PACKAGE}\)"),
+        (
+            "return read_number(config, {'depth': 'a'}, 'depth')",
+            rf"policy_options: depth must be a number, got 'a' \(says {PACKAGE}\)",
+        ),
+    ],
+)
+def test_a_method_that_cannot_be_built_is_named(
+    install: Callable[..., None], step: str, complaint: str
+) -> None:
+    install(failing(step), "friendly = kvsieve_friendly:FRIENDLY")
+
+    with pytest.raises(ConfigError, match=complaint):
+        parse_settings({"policy": "friendly"})
+
+
+@pytest.mark.parametrize(
+    ("defaults", "options", "complaint"),
+    [
+        ("{'pool_size': 4}", "{}", "its defaults are wrong: pool_size: .*must be odd"),
+        ("{'poolsize': 3}", "{}", "its defaults are wrong: unknown setting 'poolsize'"),
+        ("None", "{}", "its defaults or options are wrong"),
+        ("{}", "5", "its defaults or options are wrong"),
+        ("{'full_layers': {0, 1}}", "{}", "must be JSON: .* set "),
+        ("{}", "{'depth': float('nan')}", "must be JSON"),
+        ("{}", "{'depth': object()}", "must be JSON"),
+    ],
+)
+def test_values_of_a_method_that_are_wrong_are_not_the_users_fault(
+    install: Callable[..., None], defaults: str, options: str, complaint: str
+) -> None:
+    install(failing("pass", defaults, options), "friendly = kvsieve_friendly:FRIENDLY")
+
+    words = f"policy: {PACKAGE} cannot be used, whatever your settings are: .*{complaint}"
+    with pytest.raises(ConfigError, match=words):
+        parse_settings({"policy": "friendly"})
+
+
+def test_a_package_that_is_broken_hides_no_other(install: Callable[..., None]) -> None:
+    module = "import kvsieve.policies\nraise SystemExit('[red]no card[/red]')"
+    install(module, "broken = kvsieve_broken:METHOD", name="kvsieve_broken")
+    module = MODULE.replace('"As SnapKV"', '"As [bold]SnapKV[/bold] [/]"')
+    install(module, "friendly = kvsieve_friendly:FRIENDLY")
+
+    listed = CliRunner().invoke(app, ["policies", "--json"])
+    shown = CliRunner().invoke(app, ["policies"], terminal_width=200)
+
+    assert (listed.exit_code, shown.exit_code) == (0, 0)
+    names = [method["name"] for method in json.loads(listed.stdout)]
+    assert names == [*METHODS, "friendly"]
+    assert "[bold]SnapKV[/bold]" in shown.stdout
+    for result in (listed, shown):
+        assert "left out: policy: 'broken' of the package kvsieve_broken" in result.stderr
+        assert "SystemExit: [red]no card[/red]" in result.stderr
+
+
+def test_of_two_packages_with_one_name_the_first_that_is_found_wins(
+    install: Callable[..., None],
+) -> None:
+    later = MODULE.replace('"here"', '"the later"')
+    install(later, "friendly = kvsieve_later:FRIENDLY", name="kvsieve_later")
+    install(MODULE, "friendly = kvsieve_friendly:FRIENDLY")
+
+    # What is installed later goes to the front of the path here.
+    assert find_method("friendly").source == "here"
+    assert method_names() == [*METHODS, "friendly"]
 
 
 def test_a_package_cannot_take_the_name_of_one_of_ours(install: Callable[..., None]) -> None:

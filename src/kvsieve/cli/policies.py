@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvsieve.cli.prune_methods import prune_facts, prune_table
+from kvsieve.core.errors import ConfigError
 from kvsieve.policies import Method, find_method, method_names
 
 
@@ -21,7 +23,14 @@ def policies(
 
     And the methods that prune a prompt while it is read.
     """
-    methods = [find_method(name) for name in method_names()]
+    methods: list[Method] = []
+    reasons: list[str] = []
+    for name in method_names():
+        try:
+            methods.append(find_method(name))
+        except ConfigError as error:
+            # A package that is broken must not hide all the others.
+            reasons.extend(error.reasons)
     if as_json:
         listed = {"policies": [_facts(method) for method in methods], "pruning": prune_facts()}
         print(json.dumps(listed, indent=2))
@@ -29,6 +38,9 @@ def policies(
         console = Console()
         console.print(_table(methods))
         console.print(prune_table())
+    for reason in reasons:
+        note = Text.assemble(("left out: ", "yellow"), reason)
+        Console(stderr=True, soft_wrap=True).print(note)
 
 
 def _facts(method: Method) -> dict[str, Any]:
@@ -55,10 +67,12 @@ def _table(methods: Iterable[Method]) -> Table:
     for method in methods:
         options = {f"policy_options.{name}": value for name, value in method.options.items()}
         settings = {**method.defaults, **options}
-        table.add_row(
+        cells = (
             method.name,
             f"{method.summary}\n{method.source}",
             "yes" if method.sees_question else "no",
             "\n".join(f"{name} {value}" for name, value in settings.items()),
         )
+        # Text, because Rich would read brackets in a package's words as its own.
+        table.add_row(*map(Text, cells))
     return table

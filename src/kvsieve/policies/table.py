@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
@@ -74,9 +75,8 @@ def find_method(name: Any) -> Method:
     """
     if isinstance(name, str) and name in METHODS:
         return METHODS[name]
-    for entry in _entry_points():
-        if entry.name == name:
-            return _load(entry)
+    if entry := _entry_of(name):
+        return _load(entry)
     names = method_names()
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"policies: {', '.join(names)}"
@@ -113,33 +113,78 @@ def policy_from_config(config: SieveConfig) -> Policy:
     """The policy that the configuration names, with the configuration's parameters.
 
     Raises:
-        ConfigError: There is no such policy, or an option's value is none.
+        ConfigError: There is no such policy, or it cannot be built from these settings.
     """
     method = find_method(config.policy)
     try:
-        return method.build(config)
+        policy = method.build(config)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError([f"policy_options: {error}"]) from error
+    except ValueError as error:
+        says = "" if method.name in METHODS else f" (says {_described(method.name)})"
+        raise ConfigError([f"policy_options: {error}{says}"]) from error
+    except Exception as error:
+        raise ConfigError(
+            [f"policy: {_described(method.name)} cannot be built: {type(error).__name__}: {error}"]
+        ) from error
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            [
+                f"policy: {_described(method.name)} cannot be built: its build must return a"
+                f" kvsieve.policies.Policy, and returned a {type(policy).__name__}"
+            ]
+        )
+    return policy
 
 
 def _entry_points() -> Any:
     return entry_points(group=ENTRY_POINT_GROUP)
 
 
+def _entry_of(name: Any) -> Any:
+    """The entry point of a name, in the first package that has one; None if none has."""
+    return next((entry for entry in _entry_points() if entry.name == name), None)
+
+
+def _described(name: str) -> str:
+    """A method for a reader, with the package that it comes from if it is none of ours."""
+    entry = None if name in METHODS else _entry_of(name)
+    if entry is None:
+        return repr(name)
+    package = "an unknown package" if entry.dist is None else f"the package {entry.dist.name}"
+    return f"{name!r} of {package} ({entry.value})"
+
+
 def _load(entry: Any) -> Method:
+    described = _described(entry.name)
     try:
         method = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
-            [f"policy: the package behind {entry.name!r} ({entry.value}) cannot be loaded: {error}"]
+            [f"policy: {described} cannot be loaded: {type(error).__name__}: {error}"]
         ) from error
     if not isinstance(method, Method) or method.name != entry.name:
-        raise ConfigError(
-            [
-                f"policy: the entry point {entry.name!r} ({entry.value}) must name a"
-                " kvsieve.policies.Method of that name"
-            ]
-        )
+        raise ConfigError([f"policy: {described} must name a kvsieve.policies.Method of that name"])
+    _check_values(method, described)
     return method
+
+
+def _check_values(method: Method, described: str) -> None:
+    """Refuse a method whose own values no user could have given.
+
+    Raises:
+        ConfigError: Its defaults are no settings, or something of it is no JSON.
+    """
+    fault = f"policy: {described} cannot be used, whatever your settings are"
+    try:
+        own = {**method.defaults, "policy": method.name, "policy_options": dict(method.options)}
+        SieveConfig.parse(own)
+    except ConfigError as error:
+        reasons = "; ".join(error.reasons)
+        raise ConfigError([f"{fault}: its defaults are wrong: {reasons}"]) from error
+    except Exception as error:
+        raise ConfigError([f"{fault}: its defaults or options are wrong: {error}"]) from error
+    try:
+        json.dumps([method.summary, method.source, method.sees_question, own], allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError([f"{fault}: all that it says must be JSON: {error}"]) from error
