@@ -131,20 +131,66 @@ def test_the_wish_is_found_and_a_slip_is_named() -> None:
     assert requested_budget(None) is None
     assert requested_budget({}) is None
     assert requested_budget({"other": 1}) is None
-    assert requested_budget({"kv_budget": 5, "kv_budgets": 6}) == 5
-    for slip in ("kv_budgte", "kv-budget", "kvbudget", "KV_BUDGET", "kv_budget "):
-        with pytest.raises(ValueError, match="did you mean 'kv_budget'"):
-            requested_budget({slip: 256})
+    slips = ("kv_budgte", "kv-budget", "kvbudget", "KV_BUDGET", "kv_budget ", "kv_budgets")
+    for slip in (*slips, "kv_max_budget", "kv_budget_in_tokens"):
+        for beside in ({}, {"kv_budget": 5}):
+            with pytest.raises(ValueError, match="did you mean 'kv_budget'"):
+                requested_budget({**beside, slip: 256})
 
 
 def test_the_two_keys_are_not_taken_for_each_other() -> None:
     assert requested_budget({"kv_protect": "system"}) is None
     assert requested_protection({"kv_budget": 256}) is None
-    assert requested_protection({"kv_protect": "0:5", "kv_protects": 1}) == "0:5"
+    assert requested_protection({"kv_protect": "0:5", "kv_budget": 1}) == "0:5"
     assert requested_protection(None) is None
-    for slip in ("kv_protec", "kv-protect", "kvprotect", "KV_PROTECT", "kv_protect "):
-        with pytest.raises(ValueError, match="did you mean 'kv_protect'"):
-            requested_protection({slip: "0:5"})
+    for slip in (
+        "kv_protec",
+        "kv-protect",
+        "kvprotect",
+        "KV_PROTECT",
+        "kv_protect ",
+        "kv_protects",
+    ):
+        for beside in ({}, {"kv_protect": "0:9"}):
+            assert requested_budget({**beside, slip: "0:5"}) is None
+            with pytest.raises(ValueError, match="did you mean 'kv_protect'"):
+                requested_protection({**beside, slip: "0:5"})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("budget", "max_budget", "layer_budgets", "full_layers", "observation_window"),
+        *("policy_options", "num-recent-tokens", "num_sink_tokens", "kv_policy", "kv_max_tiers"),
+        *("kv_mode", "kvsieve", "kvsieve_budget", "kvsieve.budget", "KVSIEVE", "kvsieve" * 10_000),
+    ],
+)
+def test_a_setting_of_the_operator_in_a_request_is_refused(key: str) -> None:
+    for beside in ({}, {"kv_budget": 300}):
+        with pytest.raises(ValueError, match="may have 'kv_budget' and 'kv_protect'") as refusal:
+            requested_budget({**beside, key: "400"})
+        assert len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize("key", ["protect_roles", "protect-roles"])
+def test_roles_under_the_operators_name_are_refused(key: str) -> None:
+    assert requested_budget({key: "system"}) is None
+    for beside in ({}, {"kv_protect": "none"}):
+        with pytest.raises(ValueError, match="may have 'kv_budget' and 'kv_protect'"):
+            requested_protection({**beside, key: "system"})
+
+
+def test_keys_of_other_software_are_let_be() -> None:
+    others = {
+        **dict.fromkeys(["kv_transfer_params", "ec_transfer_params", "kv_role", "kv_cache_dtype"]),
+        **dict.fromkeys(
+            ["ngram_size", "window_size", "forced_tokens", "policy", "mode", "pooling"]
+        ),
+        **dict.fromkeys(["thinking_budget", "budget_tokens", "system", "", 5]),
+    }
+
+    assert requested_budget({**others, "kv_budget": 300}) == 300
+    assert requested_protection({**others, "kv_protect": "0:5"}) == "0:5"
 
 
 def test_spans_are_kept_in_order_where_something_is_dropped() -> None:

@@ -45,11 +45,25 @@ class Treatment:
     prune: Prune | None = None
 
 
+_REQUESTS_KEYS = (KV_BUDGET_KEY, KV_PROTECT_KEY)
+
+_PREFIX = "kv_"
+
+# Other software may have a "policy" or a "mode" of its own in `vllm_xargs`.
+_OURS_ALONE = frozenset(
+    {
+        *("budget", "min_budget", "max_budget", "layer_budgets", "full_layers", "policy_options"),
+        *("observation_window", "num_recent_tokens", "num_sink_tokens", "protect_roles"),
+    }
+)
+
+
 def requested_budget(extra_args: Mapping[str, Any] | None) -> Any:
     """The `kv_budget` of a request as it was given; None if there is none.
 
     Raises:
-        ValueError: There is a key that is nearly `kv_budget`, which would do nothing.
+        ValueError: There is a key that is nearly `kv_budget`, or one of the operator's settings
+            other than `protect_roles`: it would do nothing.
     """
     return _requested(extra_args, KV_BUDGET_KEY)
 
@@ -58,7 +72,8 @@ def requested_protection(extra_args: Mapping[str, Any] | None) -> Any:
     """The `kv_protect` of a request as it was given; None if there is none.
 
     Raises:
-        ValueError: There is a key that is nearly `kv_protect`, which would do nothing.
+        ValueError: There is a key that is nearly `kv_protect`, or `protect_roles`: it would do
+            nothing.
     """
     return _requested(extra_args, KV_PROTECT_KEY)
 
@@ -75,13 +90,29 @@ def requested_pruning(extra_args: Mapping[str, Any] | None) -> Any:
 def _requested(extra_args: Mapping[str, Any] | None, wanted: str) -> Any:
     if not extra_args:
         return None
-    if wanted not in extra_args:
-        for key in extra_args:
-            # A setting that silently does nothing is worse than an error.
-            name = str(key)[: 2 * len(wanted)].lower()
-            if difflib.SequenceMatcher(None, name, wanted).ratio() > 0.8:
-                raise ValueError(f"unknown setting {key!r}; did you mean {wanted!r}?")
+    for key in extra_args:
+        # A setting that silently does nothing is worse than an error.
+        if key not in _REQUESTS_KEYS and (reason := _useless(str(key), wanted)):
+            raise ValueError(reason)
     return extra_args.get(wanted)
+
+
+def _useless(key: str, wanted: str) -> str | None:
+    """Why a request cannot have a key, if that is about what `wanted` says; else None."""
+    name = key[:64].strip().lower().replace("-", "_")
+    near = difflib.SequenceMatcher(None, name[: 2 * len(wanted)], wanted).ratio() > 0.8
+    if near or name.startswith(wanted):
+        return f"unknown setting {reprlib.repr(key)}; did you mean {wanted!r}?"
+    own = name.removeprefix(_PREFIX)
+    is_operators = own in SieveConfig.model_fields and (own in _OURS_ALONE or own != name)
+    if not is_operators and not name.startswith("kvsieve"):
+        return None
+    if wanted != (KV_PROTECT_KEY if own == "protect_roles" else KV_BUDGET_KEY):
+        return None
+    return (
+        f"{reprlib.repr(key)} does nothing in a request: settings of kvsieve are the server's, and"
+        f" a request may have {' and '.join(map(repr, _REQUESTS_KEYS))}"
+    )
 
 
 def treat(
