@@ -36,6 +36,8 @@ from kvsieve import BudgetRule, ConfigError, SieveConfig
         ({"budget": 300, "max_budget": 200}, ["budget (300)", "max_budget (200)"]),
         ({"layer_budgets": "piramid"}, ["layer_budgets", '"uniform", "pyramid"', "'piramid'"]),
         ({"layer_budgets": '{"3-9": 51'}, ["layer_budgets", '"uniform", "pyramid"']),
+        ({"layer_budgets": '{"3-9": 51, "3-9": 52}'}, ["layer_budgets: it names '3-9' twice"]),
+        ({"layer_budgets": "[" * 100_000}, ["layer_budgets: it is nested too deeply", "pyramid"]),
         ({"layer_budgets": {}}, ["layer_budgets", '"uniform", "pyramid"']),
         ({"layer_budgets": None}, ["layer_budgets", '"uniform", "pyramid"']),
         ({"layer_budgets": [3, 4]}, ["layer_budgets", '"uniform", "pyramid"']),

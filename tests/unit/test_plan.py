@@ -221,10 +221,19 @@ def test_options_of_a_policy_are_given_as_json(tmp_path: Path) -> None:
     words = ["plan", str(tmp_path), "--json", "--policy-options"]
 
     assert CliRunner().invoke(app, [*words, "{}"]).exit_code == 0
-    for text, said in (("{chunk: 3}", "must be JSON"), ('{"none_such": 3}', "'none_such'")):
+    for text, said in (
+        ("{chunk: 3}", "must be JSON"),
+        ('{"none_such": 3}', "'none_such'"),
+        ('{"a": 1, "b": 2, "a": 1}', "it names 'a' twice"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[" * 900 + "]" * 900, "policy_options"),
+        ('{"a": ' + "[" * 900 + "]" * 900 + "}", "'a'"),
+        ("9" * 5000, "policy_options must be JSON"),
+    ):
         result = CliRunner().invoke(app, [*words, text])
         assert isinstance(result.exception, ConfigError)
         assert said in str(result.exception)
+        assert len(str(result.exception)) < 500
 
 
 def test_the_methods_of_pruning_are_listed() -> None:

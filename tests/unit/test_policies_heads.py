@@ -60,6 +60,11 @@ def test_head_scores_are_read_in_the_authors_format(tmp_path: Path) -> None:
         ({"0-0": []}, "at least 0"),
         ({"0-0": -1.0}, "at least 0"),
         ('{"0-0": NaN}', "at least 0"),
+        ({"0-0": 10**400}, "at least 0"),
+        ({"0-0": [0.5, 10**400]}, "at least 0"),
+        ({"9" * 5000 + "-0": 1.0}, "is no 'layer-head'"),
+        ('{"0-0": 1, "0-1": 2, "0-1": 3}', "cannot be read as JSON: it names '0-1' twice"),
+        ("[" * 100_000, "cannot be read as JSON: it is nested too deeply"),
         ({"0-0": 1.0, "1-1": 1.0}, "2 heads, but 2 layers of 2 are 4"),
         ({"0-0": 0.0, "0-1": [0, 0]}, "every score is 0"),
     ],
@@ -67,8 +72,9 @@ def test_head_scores_are_read_in_the_authors_format(tmp_path: Path) -> None:
 def test_tables_that_are_none_are_refused(tmp_path: Path, table: Any, complaint: str) -> None:
     path = write_table(tmp_path, table)
 
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=complaint) as refusal:
         policy_of("headkv", policy_options={"head_scores": path})
+    assert len(str(refusal.value)) < 400
 
 
 def test_headkv_without_a_table_says_what_to_give(tmp_path: Path) -> None:
@@ -109,4 +115,6 @@ def test_capacities_and_layer_shares_have_mean_one() -> None:
 
     assert head_capacities(scores, beta=2.0, temp=1.0).tolist() == [[0.5, 0.75], [1.25, 1.5]]
     assert layer_shares(scores, beta=2.0) == [0.625, 1.375]
+    huge = [[1e308, 1e308], [1e308, 5e307]]
+    assert head_capacities(huge, beta=1.0, temp=1.0).sum() == pytest.approx(4)
     assert head_capacities(scores, beta=1.0, temp=0.0).tolist() == [[1.0, 1.0], [1.0, 1.0]]

@@ -97,6 +97,8 @@ def test_an_error_of_a_method_is_said_once() -> None:
         ("adakv", "alpha", float("nan")),
         ("adakv", "alpha", True),
         ("keyformer", "temperature", 0),
+        ("keyformer", "temperature", 1e-40),
+        ("keyformer", "temperature", 1e38),
         ("keyformer", "temperature", float("inf")),
         ("keyformer", "seed", -1),
         ("keyformer", "seed", 2**12),
@@ -107,11 +109,60 @@ def test_an_error_of_a_method_is_said_once() -> None:
         ("expected_attention", "use_vnorm", 1),
         ("criticalkv", "first_stage_ratio", 1.5),
         ("criticalkv", "epsilon", -1e-9),
+        ("criticalkv", "epsilon", 1e308),
+        ("criticalkv", "epsilon", 10**400),
+        ("expected_attention", "epsilon", 1e308),
+        ("headkv", "temp", 1e308),
+        ("headkv", "temp", 10**400),
+        ("keyformer", "temperature", 10**400),
+        ("keyformer", "temperature", -(10**400)),
+        ("chunkkv", "chunk_length", 10**400),
     ],
 )
 def test_values_that_an_option_cannot_have_are_refused(name: str, option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"policy_options: {option} must be"):
         parse_settings({"policy": name, "policy_options": {option: value}})
+
+
+def test_a_number_that_no_float_holds_is_refused_in_few_words() -> None:
+    with pytest.raises(ConfigError, match="policy_options: beta is too large") as refusal:
+        parse_settings({"policy": "headkv", "policy_options": {"beta": 10**400}})
+    assert len(str(refusal.value)) < 200
+
+
+def extreme(name: str, option: str, value: float) -> Any:
+    return pytest.param(name, option, value, id=f"{name}-{option}-{value}")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        extreme("adakv", "alpha", 0),
+        extreme("adakv", "alpha", 1),
+        extreme("headkv", "temp", 0),
+        extreme("headkv", "temp", 10),
+        extreme("headkv", "beta", 1e308),
+        extreme("criticalkv", "epsilon", 0),
+        extreme("criticalkv", "epsilon", 1),
+        extreme("criticalkv", "first_stage_ratio", 0),
+        extreme("expected_attention", "epsilon", 0),
+        extreme("expected_attention", "epsilon", 1),
+        extreme("keyformer", "temperature", 0.1),
+        extreme("keyformer", "temperature", 1e9),
+        extreme("rkv", "mix_lambda", 0),
+        extreme("rkv", "mix_lambda", 1),
+    ],
+)
+def test_the_furthest_values_of_an_option_still_rank_the_tokens(
+    name: str, option: str, value: float, tmp_path: Path
+) -> None:
+    policy = make_policy(name, 4, tmp_path, pool_size=1, policy_options={option: value})
+    scores = policy.candidate_scores(make_tensors(Shape(300, 2, 2)).evidence(policy), 100)
+    ranked = scores[:, policy.num_sink_tokens :]
+
+    assert ranked.isfinite().all()
+    for head in ranked:
+        assert len(head.unique()) > len(head) // 2
 
 
 @pytest.mark.parametrize(
@@ -353,3 +404,15 @@ def test_every_method_has_its_row_and_its_source_in_the_documentation(tmp_path: 
         assert re.findall(r"`(\w+)`", options) == list(METHODS[name].options), name
         if METHODS[name].source.startswith(("arXiv", "vLLM")):
             assert re.search(rf"\* \*\*{name}\*\* \({METHODS[name].source}[,)]", DOCS), name
+
+
+def test_every_option_is_documented_with_what_it_may_be() -> None:
+    documented = set()
+    for line in DOCS.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and (named := re.fullmatch(r"(.*) \((.*)\)", cells[0])):
+            options, methods = (re.findall(r"`(\w+)`", part) for part in named.groups())
+            documented |= {(method, option) for method in methods for option in options}
+    assert documented == {
+        (name, option) for name, method in METHODS.items() for option in method.options
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ import typer
 
 from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
+from kvsieve.core.notation import read_json
 
 _PANEL = "Sieve"
 
@@ -75,10 +76,11 @@ def given_settings(context: typer.Context) -> dict[str, Any]:
     for name in ("policy_options", "prune_options"):
         if isinstance(text := given.get(name), str):
             try:
-                given[name] = json.loads(text)
+                given[name] = read_json(text)
             except ValueError as error:
+                shown = textwrap.shorten(repr(text), 200, placeholder="...")
                 reasons.append(
-                    f"{name} must be JSON such as '{{\"name\": 1}}', and {text!r} is not: {error}"
+                    f"{name} must be JSON such as '{{\"name\": 1}}', and {shown} is not: {error}"
                 )
     if reasons:
         raise ConfigError(reasons)

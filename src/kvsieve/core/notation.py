@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,29 @@ ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}", re.ASCII)
 COUNT = re.compile(r"^\s*([0-9]{1,12})\s*$")
 _PERCENT = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*$")
 _RANGE = re.compile(r"^([0-9]{1,9})(?:-([0-9]{1,9}))?$")
+
+
+def read_json(text: str) -> Any:
+    """What a JSON text says, if it says it once.
+
+    Raises:
+        ValueError: It is no JSON (`json.JSONDecodeError`), is nested too deeply, or an object in
+            it names a key twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in named:
+            # JSON would take the last one, and the other would be gone without a word.
+            raise ValueError(f"it names {reprlib.repr(name)} twice")
+        named[name] = value
+    return named
 
 
 def parse_share(text: str) -> float:
@@ -107,9 +131,11 @@ def parse_layer_budgets(value: Any) -> str | dict[str, int | str]:
         if word in LAYER_BUDGET_SHAPES:
             return word
         try:
-            value = json.loads(value)
-        except ValueError:
+            value = read_json(value)
+        except json.JSONDecodeError:
             raise ValueError(wanted) from None
+        except ValueError as error:
+            raise ValueError(f"{error}; {wanted}") from None
     if not isinstance(value, Mapping) or not value:
         raise ValueError(wanted)
     budgets: dict[str, int | str] = {}

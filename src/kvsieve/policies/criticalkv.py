@@ -48,13 +48,13 @@ def build(config: SieveConfig) -> Policy:
     Options:
         first_stage_ratio: Part of the budget, recent tokens included, that goes by the scores
             alone.
-        epsilon: What is added to a score before it is weighted.
+        epsilon: What is added to a score before it is weighted, in [0, 1]: a score is at most 1.
 
     As kvpress computes it. Deviations: those of SnapKV here (max pooling of 7 over a window of
     32, a few sinks forced).
     """
     ratio = read_number(config, OPTIONS, "first_stage_ratio", at_least=0, at_most=1)
-    epsilon = read_number(config, OPTIONS, "epsilon", at_least=0)
+    epsilon = read_number(config, OPTIONS, "epsilon", at_least=0, at_most=1)
     return Policy.with_settings(
         config,
         window_attention,

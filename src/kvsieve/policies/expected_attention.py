@@ -141,7 +141,7 @@ class ExpectedAttention:
         num_sink_tokens: First tokens, which take no part in the softmax and score 0.
         num_future_positions: Positions after the prompt whose rotation is averaged.
         use_vnorm: Whether scores are multiplied with the L2 norm of the value.
-        epsilon: What is added to them before.
+        epsilon: What is added to them before, in [0, 1]: a score is at most 1.
     """
 
     num_sink_tokens: int
@@ -193,7 +193,7 @@ def build(config: SieveConfig) -> Policy:
         n_future_positions: Positions whose rotation is averaged.
         use_covariance: Whether the spread of the queries counts, or their mean alone.
         use_vnorm: Whether scores are multiplied with the norm of the value.
-        epsilon: What is added to them before.
+        epsilon: What is added to them before, in [0, 1]: a score is at most 1.
 
     Deviations from kvpress: sums in float64. Queries come with their rotary embedding and are
     turned back. Positions beyond the model's longest context are not averaged.
@@ -204,7 +204,7 @@ def build(config: SieveConfig) -> Policy:
         config.num_sink_tokens,
         read_count(config, OPTIONS, "n_future_positions", at_least=1),
         use_vnorm,
-        read_number(config, OPTIONS, "epsilon", at_least=0),
+        read_number(config, OPTIONS, "epsilon", at_least=0, at_most=1),
     )
     sights: tuple[Sight, ...] = ("keys", "values", "rotary") if use_vnorm else ("keys", "rotary")
     return Policy.with_settings(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvsieve.core.config import SieveConfig
+from kvsieve.core.notation import COUNT, read_json
 from kvsieve.policies.evidence import Evidence
 from kvsieve.policies.method import Method
 from kvsieve.policies.options import read_number
@@ -19,6 +20,10 @@ from kvsieve.policies.reduce import sum_of_group, weigh_heads
 from kvsieve.policies.snapkv import SNAPKV
 
 OPTIONS = {"head_scores": None, "beta": 1.005, "temp": 1.0}
+
+MAX_TEMP = 10
+"""Of two heads one of which has half of the other's score, it gets a thousandth. Far beyond it
+all weights but the best head's are 0 in the model's numbers, whose groups then keep by position."""
 
 
 def read_head_scores(path: str | Path) -> list[list[float]]:
@@ -35,7 +40,7 @@ def read_head_scores(path: str | Path) -> list[list[float]]:
         ValueError: The file cannot be read or is no such table.
     """
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = read_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"head_scores: {path} cannot be read as JSON: {error}") from error
     if not isinstance(entries, dict) or not entries:
@@ -43,8 +48,9 @@ def read_head_scores(path: str | Path) -> list[list[float]]:
     scores: dict[tuple[int, int], float] = {}
     for name, value in entries.items():
         layer, _, head = name.partition("-")
-        if not (layer.isdecimal() and head.isdecimal()):
-            raise ValueError(f"head_scores: {name!r} in {path} is no 'layer-head'")
+        if not (COUNT.match(layer) and COUNT.match(head)):
+            shown = reprlib.repr(name)
+            raise ValueError(f"head_scores: {shown} in {path} is no 'layer-head'")
         scores[int(layer), int(head)] = _score(name, value)
     num_layers, num_heads = (1 + max(number[axis] for number in scores) for axis in (0, 1))
     if len(scores) != num_layers * num_heads:
@@ -59,10 +65,15 @@ def _score(name: str, value: Any) -> float:
     values = value if isinstance(value, list) else [value]
     for one in values:
         if isinstance(one, bool) or not isinstance(one, (int, float)):
-            raise ValueError(f"head_scores: the score of {name!r} is no number: {one!r}")
-    mean = sum(values) / len(values) if values else math.nan
+            shown = reprlib.repr(one)
+            raise ValueError(f"head_scores: the score of {name!r} is no number: {shown}")
+    try:
+        mean = sum(values) / len(values) if values else math.nan
+    except OverflowError:
+        mean = math.inf
     if not (math.isfinite(mean) and mean >= 0):
-        raise ValueError(f"head_scores: the score of {name!r} must be at least 0, got {value!r}")
+        shown = reprlib.repr(value)
+        raise ValueError(f"head_scores: the score of {name!r} must be at least 0, got {shown}")
     return mean
 
 
@@ -85,7 +96,8 @@ def head_capacities(scores: Sequence[Sequence[float]], beta: float, temp: float)
     table = torch.tensor(scores, dtype=torch.float64)
     if not bool((table > 0).any()):
         raise ValueError("head_scores: every score is 0")
-    share = (table / table.sum()).pow(temp)
+    # The largest is 1, so neither their sum nor their powers can vanish.
+    share = (table / table.max()).pow(temp)
     share = share / share.sum()
     return share * table.numel() / beta + (1 - 1 / beta)
 
@@ -127,7 +139,7 @@ def build(config: SieveConfig) -> Policy:
             measure how well each head retrieves, or retrieves and reasons.
         beta: The larger, the more alike the heads. The authors try 1.005 to 10; 1.005 is what
             their LongBench script runs.
-        temp: Exponent of the scores.
+        temp: Exponent of the scores, at most 10.
 
     Deviations: HeadKV gives every head a length of its own. **Every head of a layer keeps the same
     number of tokens here**, and capacities only weigh the query heads of a group against one
@@ -136,7 +148,7 @@ def build(config: SieveConfig) -> Policy:
     only, and says so.
     """
     beta = read_number(config, OPTIONS, "beta", at_least=1)
-    temp = read_number(config, OPTIONS, "temp", at_least=0)
+    temp = read_number(config, OPTIONS, "temp", at_least=0, at_most=MAX_TEMP)
     path = config.policy_options.get("head_scores", OPTIONS["head_scores"])
     if not isinstance(path, str) or not path:
         raise ValueError(

@@ -28,6 +28,13 @@ MAX_BLOCKS = 2**20
 
 MAX_SEED = 2**12 - 1
 
+COLDEST = 0.1
+"""A logit that is 9 below a query's best already counts for nothing in float32; below, ever fewer
+tokens have a score, and in the end logits leave the range."""
+
+HOTTEST = 1e9
+"""All tokens then have the same weight in float32, and more would change nothing."""
+
 SMALLEST_UNIFORM = 2.0**-25
 """Half of the smallest float32 step of torch's uniform numbers: a 0 has no finite noise."""
 
@@ -60,7 +67,7 @@ def build(config: SieveConfig) -> Policy:
 
     Options:
         temperature: What noisy logits are divided by. The authors begin at 1.0, the value
-            for the prompt, and raise it to 2.0 over the answer.
+            for the prompt, and raise it to 2.0 over the answer. In [0.1, 1e9].
         seed: Of the noise, at most 4095.
 
     Deviations: the authors draw new noise for every query and in every run; ours is fixed per
@@ -68,7 +75,7 @@ def build(config: SieveConfig) -> Policy:
     the prompt is scheduled. The choice is made once, when the prompt was read. The heads of a
     group are summed (their models have no query groups).
     """
-    temperature = read_number(config, OPTIONS, "temperature", above=0)
+    temperature = read_number(config, OPTIONS, "temperature", at_least=COLDEST, at_most=HOTTEST)
     seed = read_count(config, OPTIONS, "seed", at_most=MAX_SEED)
 
     def noise(chunk: Chunk) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,16 +33,20 @@ def read_number(
         ValueError: It is none, or out of bounds.
     """
     value = config.policy_options.get(name, options[name])
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a number, got {value!r}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"{name} must be a number, got {reprlib.repr(value)}")
     bounds = [
         f"{word} {bound:g}"
         for word, bound in (("at least", at_least), ("above", above), ("at most", at_most))
         if math.isfinite(bound)
     ]
     if not (at_least <= value <= at_most and value > above):
-        raise ValueError(f"{name} must be {' and '.join(bounds)}, got {value!r}")
-    return float(value)
+        raise ValueError(f"{name} must be {' and '.join(bounds)}, got {reprlib.repr(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large: {reprlib.repr(value)}") from None
 
 
 def read_count(
@@ -59,9 +64,9 @@ def read_count(
     """
     value = config.policy_options.get(name, options[name])
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
+        raise ValueError(f"{name} must be a whole number, got {reprlib.repr(value)}")
     if not at_least <= value <= at_most:
-        raise ValueError(f"{name} must be in [{at_least}, {at_most}], got {value}")
+        raise ValueError(f"{name} must be in [{at_least}, {at_most}], got {reprlib.repr(value)}")
     return value
 
 
@@ -73,5 +78,5 @@ def read_switch(config: SieveConfig, options: Mapping[str, Any], name: str) -> b
     """
     value = config.policy_options.get(name, options[name])
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
+        raise ValueError(f"{name} must be true or false, got {reprlib.repr(value)}")
     return value
