@@ -58,6 +58,12 @@ from kvsieve import BudgetRule, ConfigError, SieveConfig
         ),
         ({"max_tiers": 0}, ["max_tiers", "0"]),
         ({"prune": "asl", "full_layers": "0-2"}, ["every layer to be sieved", "full_layers to 0"]),
+        ({"full_layers": 10**30}, ["full_layers: no model has more than 10000 layers"]),
+        ({"full_layers": "99999999999"}, ["full_layers: no model has more than 10000 layers"]),
+        ({"full_layers": [3, 10**30]}, ["full_layers: no model has a layer beyond 10000"]),
+        ({"full_layers": [3, True]}, ["full_layers: expected a number", "True"]),
+        ({"protect_roles": ","}, ["protect_roles: '' is no role of a chat", "(given: ',')"]),
+        ({"protect_roles": "system,,user"}, ["protect_roles: '' is no role of a chat"]),
     ],
 )
 def test_a_mistake_is_named_with_what_to_do(settings: dict[str, Any], words: list[str]) -> None:
@@ -66,6 +72,25 @@ def test_a_mistake_is_named_with_what_to_do(settings: dict[str, Any], words: lis
 
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("budget", "min_budget", "max_budget", "max_tiers", "full_layers", "observation_window"),
+        *("num_recent_tokens", "pool_size", "num_sink_tokens"),
+    ],
+)
+def test_true_is_no_number(name: str) -> None:
+    for value in (True, False):
+        with pytest.raises(ConfigError, match=f"^.*: {name}: expected a number .*{value}"):
+            SieveConfig.parse({name: value})
+
+
+def test_no_text_protects_no_role() -> None:
+    for text in ("", "  "):
+        assert SieveConfig.parse({"protect_roles": text}).protect_roles == ()
+    assert SieveConfig.parse({"protect_roles": "system, user"}).protect_roles == ("system", "user")
 
 
 def test_all_mistakes_are_reported_at_once() -> None:

@@ -379,13 +379,13 @@ def test_settings_of_pruning_are_refused_in_words_by_every_command(
         (
             "asl@9",
             {},
-            "asl of 30 layers: after layer 10 to 28, threshold 0.3 over 7 layers, or not at all;"
+            "asl of 30 layers: after layer 10 to 28, threshold 0.3 over 8 layers, or not at all;"
             " window 32, pooling avg 7, 0 sinks",
         ),
         (
             "asl-two-pass@9",
             {"max_layer": 20},
-            "asl-two-pass of 30 layers: after layer 10 to 20, threshold 0.3 over 7 layers; window"
+            "asl-two-pass of 30 layers: after layer 10 to 20, threshold 0.3 over 8 layers; window"
             " 32, pooling avg 7, 0 sinks, two passes",
         ),
     ],

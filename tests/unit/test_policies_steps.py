@@ -114,6 +114,15 @@ def test_protection_changes_a_copy() -> None:
     assert not scores.any()
 
 
+def test_smoothing_carries_infinite_scores_to_neighbours_and_nothing_else() -> None:
+    scores = torch.tensor([[1.0, 1.0, 1.0, INF, 1.0, 1.0, NAN, 1.0]])
+
+    for pooling in ("avg", "max"):
+        pooled = smooth(scores, pooling, 3)[0]
+        assert pooled.isposinf().nonzero().flatten().tolist() == [2, 3, 4]
+        assert pooled.isnan().nonzero().flatten().tolist() == [6]
+
+
 def test_infinite_scores_do_not_push_out_protected_tokens() -> None:
     scores = torch.tensor([[0.0, 1.0, INF, INF, INF, NAN]])
 

@@ -90,6 +90,16 @@ def test_an_error_of_a_method_is_said_once() -> None:
     )
 
 
+def test_an_error_about_a_setting_is_not_put_down_to_the_options() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings({"policy": "rkv", "num_recent_tokens": 4})
+
+    assert caught.value.reasons == (
+        "num_recent_tokens (4) must be at least observation_window (8): rkv has no score for the"
+        " tokens of its window",
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [

@@ -397,6 +397,12 @@ def test_every_layer_that_is_missing_or_wrong_is_listed(
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("layer_budgets", ["uniform", "pyramid", {"0-2": 512}])
+def test_a_plan_without_sieved_layers_has_no_tiers(layer_budgets: object) -> None:
+    with pytest.raises(ConfigError, match="no sieved layer"):
+        tiers_of(LayerPlan((0, 1, 2), ()), layer_budgets=layer_budgets)
+
+
 @given(
     st.sampled_from(
         [

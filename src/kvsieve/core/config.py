@@ -20,6 +20,7 @@ from kvsieve.core.findings import reasons_of
 from kvsieve.core.notation import (
     COUNT,
     MAX_BUDGET,
+    MAX_LAYERS,
     ROLE,
     parse_budget,
     parse_layer_budgets,
@@ -139,12 +140,17 @@ class SieveConfig(BaseModel):
         description="File that `kvsieve calibrate` wrote for this model: the methods' layers.",
     )
 
-    @field_validator("budget", "min_budget", "max_budget", "full_layers", mode="before")
+    @field_validator(
+        *("budget", "min_budget", "max_budget", "max_tiers", "full_layers", "observation_window"),
+        *("num_recent_tokens", "pool_size", "num_sink_tokens"),
+        mode="before",
+    )
     @classmethod
     def _no_booleans(cls, value: Any) -> Any:
         # bool is an int to pydantic: `"budget": true` would mean one token.
-        if isinstance(value, bool):
-            raise ValueError(f"expected a number or a text, got {value}")
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, bool):
+                raise ValueError(f"expected a number or a text, got {each}")
         return value
 
     @field_validator("budget")
@@ -167,20 +173,27 @@ class SieveConfig(BaseModel):
     @field_validator("full_layers")
     @classmethod
     def _full_layers_are_layers(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
-        if isinstance(value, int) and value < 0:
-            raise ValueError(f"a count of layers cannot be negative, got {value}")
-        if isinstance(value, tuple):
-            if any(layer < 0 for layer in value):
-                raise ValueError(f"layer numbers start at 0, got {sorted(value)[0]}")
-            return tuple(sorted(set(value)))
-        return value
+        if isinstance(value, int):
+            if value < 0:
+                raise ValueError(f"a count of layers cannot be negative, got {value}")
+            if value > MAX_LAYERS:
+                raise ValueError(f"no model has more than {MAX_LAYERS} layers")
+            return value
+        layers = tuple(sorted(set(value)))
+        if layers and layers[0] < 0:
+            raise ValueError(f"layer numbers start at 0, got {layers[0]}")
+        if layers and layers[-1] >= MAX_LAYERS:
+            raise ValueError(f"no model has a layer beyond {MAX_LAYERS}")
+        return layers
 
     @field_validator("protect_roles", mode="before")
     @classmethod
     def _roles_may_be_text(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return tuple(part.strip() for part in value.split(",") if part.strip())
-        return value
+        if not isinstance(value, str):
+            return value
+        roles = tuple(part.strip() for part in value.split(","))
+        # An empty text is how to say that none is protected; a comma alone is a slip.
+        return () if roles == ("",) else roles
 
     @field_validator("protect_roles")
     @classmethod

@@ -289,10 +289,12 @@ def make_tiers(config: SieveConfig, plan: LayerPlan, block_size: int) -> tuple[L
         Tiers by their first layer; every sieved layer is in one of them.
 
     Raises:
-        ConfigError: A budget is too small, or budgets by layers do not name every sieved layer
-            once and no other.
+        ConfigError: No layer is sieved, a budget is too small, or budgets by layers do not name
+            every sieved layer once and no other.
     """
     reasons: list[str] = []
+    if not plan.sieved:
+        reasons.append("the layer plan has no sieved layer, so there is nothing to give a budget")
     try:
         rule = config.budget_rule(block_size)
     except ConfigError as error:

@@ -23,7 +23,7 @@ OPTIONS = {"head_scores": None, "beta": 1.005, "temp": 1.0}
 
 MAX_TEMP = 10
 """Of two heads one of which has half of the other's score, it gets a thousandth. Far beyond it
-all weights but the best head's are 0 in the model's numbers, whose groups then keep by position."""
+all weights but the model's best heads' are 0, and the other groups count their heads alike."""
 
 
 def read_head_scores(path: str | Path) -> list[list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvsieve.core.config import SieveConfig
+from kvsieve.core.errors import ConfigError
 from kvsieve.policies.evidence import Evidence
 from kvsieve.policies.method import Method
 from kvsieve.policies.options import read_number
@@ -41,10 +42,11 @@ def build(config: SieveConfig) -> Policy:
     Redundancy compares all pairs of keys: its time grows with the square of the prompt.
     """
     if config.recent_tokens < config.observation_window:
-        raise ValueError(
-            "rkv has no score for the tokens of its window: num_recent_tokens"
-            f" ({config.recent_tokens}) must be at least observation_window"
-            f" ({config.observation_window})"
+        raise ConfigError(
+            [
+                f"num_recent_tokens ({config.recent_tokens}) must be at least observation_window"
+                f" ({config.observation_window}): rkv has no score for the tokens of its window"
+            ]
         )
     mix_lambda = read_number(config, OPTIONS, "mix_lambda", at_least=0, at_most=1)
     return Policy.with_settings(
