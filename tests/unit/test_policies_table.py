@@ -371,7 +371,7 @@ def test_a_package_cannot_take_the_name_of_one_of_ours(install: Callable[..., No
 
 
 def test_the_example_of_the_documentation_is_a_method(install: Callable[..., None]) -> None:
-    (module,), (project,) = fenced("python"), fenced("toml")
+    (module, _), (project,) = fenced("python"), fenced("toml")
     entry = re.search(r"^(\w+) = \"([\w.]+):(\w+)\"$", project, flags=re.MULTILINE)
     assert entry is not None and '[project.entry-points."kvsieve.policies"]' in project
     install(module, f"{entry[1]} = kvsieve_example:{entry[3]}", name="kvsieve_example")
@@ -394,6 +394,32 @@ def test_the_example_of_the_documentation_can_be_run_as_it_stands() -> None:
     exec(fenced("python")[0], vars(namespace))
 
     assert isinstance(namespace.VATP, Method)
+
+
+def test_a_method_can_be_tried_in_the_running_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method, trial = fenced("python")
+    registered = re.search(r"^METHODS\[.*$", trial, flags=re.MULTILINE)
+    assert registered is not None
+    namespace: dict[str, Any] = {"METHODS": METHODS}
+    exec(method, namespace)
+    monkeypatch.setitem(METHODS, "vatp", None)  # Taken out again afterwards.
+
+    exec(registered[0], namespace)
+
+    assert policy_from_config(parse_settings({"policy": "vatp", "budget": 256})).name == "vatp"
+    assert method_names() == list(METHODS)
+
+
+def test_what_a_method_leaves_out_is_kvsieves_own(install: Callable[..., None]) -> None:
+    install(MODULE.replace("DEFAULTS,", "{},"), "friendly = kvsieve_friendly:FRIENDLY")
+
+    policy = policy_from_config(parse_settings({"policy": "friendly"}))
+
+    assert (policy.pooling, policy.pool_size, policy.num_sink_tokens) == ("avg", 21, 4)
+    assert (policy.observation_window, policy.num_recent_tokens) == (32, 32)
+    assert "average pooling of 21, four sinks, a window of 32 queries" in DOCS
 
 
 def test_every_method_has_its_row_and_its_source_in_the_documentation(tmp_path: Path) -> None:
