@@ -220,6 +220,14 @@ def test_a_pass_is_the_same_after_a_longer_table_was_made() -> None:
     assert torch.equal(before, after)
 
 
+def test_a_model_with_layers_that_do_not_use_the_rotary_embedding_has_none() -> None:
+    def smollm3(uses: list[int]) -> LoadedModel:
+        return small(transformers.SmolLM3Config, no_rope_layers=uses)
+
+    assert find_rotary(smollm3([1, 1]), 40) is not None
+    assert find_rotary(smollm3([1, 0]), 40) is None
+
+
 def test_table_ends_where_the_model_does(loaded: LoadedModel, tmp_path: Path) -> None:
     policy = policy_of("expected_attention", tmp_path)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvsieve.engine.spec import SievedAttentionSpec
 from kvsieve.policies import Rotary
+
+if TYPE_CHECKING:
+    from kvsieve.engine.spec import SievedAttentionSpec
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,22 @@ class SievedLayer:
     output_projection: torch.Tensor | None = None
 
 
+ROTARY_MARKS = ("use_rope", "_use_rope", "use_rotary", "apply_rope_all_layers", "force_rope", "v1")
+"""By what vLLM's models mark a layer with full attention that has a rotary embedding and does not
+apply it: one of these is false (EXAONE, Step, Cohere). To layers with a sliding window it may
+be applied all the same; those are not sieved."""
+
+
 def find_rotary(model: Any, name: str) -> Rotary | None:
-    """The rotary embedding beside an attention module; None if there is none as we know it."""
-    module: Any = getattr(_parent(model, name), "rotary_emb", None)
+    """The rotary embedding that the layer of an attention module with full attention applies.
+
+    Returns:
+        None if it applies none, or none as we know it.
+    """
+    parent = _parent(model, name)
+    if not all(getattr(parent, mark, True) for mark in ROTARY_MARKS):
+        return None
+    module: Any = getattr(parent, "rotary_emb", None)
     cos_sin = getattr(module, "cos_sin_cache", None)
     if not isinstance(cos_sin, torch.Tensor) or cos_sin.dim() != 2:
         return None

@@ -245,8 +245,12 @@ def find_rotary(loaded: LoadedModel, num_positions: int) -> Rotary | None:
     dimensions make a pair, so each way is compared with what the model's own function does.
 
     Returns:
-        Its table of `num_positions` positions; None if there is none as we know it.
+        Its table of `num_positions` positions; None if there is none as we know it, or a layer
+        does not use it (SmolLM3).
     """
+    attentions = [getattr(layer, "self_attn", None) for layer in loaded.layers]
+    if not all(getattr(attention, "use_rope", True) for attention in attentions):
+        return None
     module = getattr(loaded.model.base_model, "rotary_emb", None)
     apply = getattr(sys.modules[type(loaded.layers[0]).__module__], "apply_rotary_pos_emb", None)
     if module is None or apply is None:
