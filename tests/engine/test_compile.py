@@ -11,6 +11,7 @@ from tests.engine.agreement import Agreement
 from tests.engine.engines import drop_engine, generate, make_engine
 from tests.engine.host import EngineHost
 from tests.engine.models import random_prompt
+from tests.engine.prune_agreement import BUDGET, METHODS, check, load, reference_of
 from tests.oracle.snapkv_oracle import Oracle
 
 pytestmark = [
@@ -44,6 +45,33 @@ def check_compiled(host: EngineHost, model: str) -> None:
     agreement.check(max_logprob_difference=1e-3)
 
 
+def check_pruned(host: EngineHost, path: str) -> None:
+    """A step that prunes runs uncompiled, and the others stay compiled."""
+    host.call(
+        make_engine,
+        "compiled",
+        path,
+        {"budget": BUDGET, "prune": "fastkv"},
+        enforce_eager=False,
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_batched_tokens=520,
+    )
+    model = load(path)
+    # Twice, so that compiled steps follow steps with hooks.
+    for seed in (0, 1):
+        prompts = [random_prompt(300 + 7 * index, seed + index) for index in range(len(METHODS))]
+        wishes = [
+            {"max_tokens": 8, "ignore_eos": True, "detokenize": False, "extra_args": extra}
+            for extra in ({"kv_prune": method} for method in METHODS)
+        ]
+        outcomes = host.call(generate, "compiled", prompts, wishes)
+        for method, prompt, generated in zip(METHODS, prompts, outcomes, strict=True):
+            changes = {"min_layer": 2, "observed_layers": 2} if "asl" in method else {}
+            assert check(reference_of(model, prompt, method, **changes), generated) == 0
+    host.call(drop_engine, "compiled")
+
+
 @pytest.fixture
 def traced_host() -> Iterator[EngineHost]:
     host = EngineHost("v1", {"TORCHDYNAMO_DISABLE": "0"})
@@ -60,8 +88,10 @@ def compiled_host() -> Iterator[EngineHost]:
 
 def test_traced_by_dynamo(traced_host: EngineHost, tiny_llama: str) -> None:
     check_compiled(traced_host, tiny_llama)
+    check_pruned(traced_host, tiny_llama)
 
 
 @pytest.mark.long
 def test_compiled_by_inductor(compiled_host: EngineHost, tiny_llama: str) -> None:
     check_compiled(compiled_host, tiny_llama)
+    check_pruned(compiled_host, tiny_llama)

@@ -120,13 +120,13 @@ def test_an_error_about_a_setting_is_not_put_down_to_the_options() -> None:
         ("criticalkv", "first_stage_ratio", 1.5),
         ("criticalkv", "epsilon", -1e-9),
         ("criticalkv", "epsilon", 1e308),
-        ("criticalkv", "epsilon", 10**400),
+        pytest.param("criticalkv", "epsilon", 10**400, id="criticalkv-epsilon-huge"),
         ("expected_attention", "epsilon", 1e308),
         ("headkv", "temp", 1e308),
-        ("headkv", "temp", 10**400),
-        ("keyformer", "temperature", 10**400),
-        ("keyformer", "temperature", -(10**400)),
-        ("chunkkv", "chunk_length", 10**400),
+        pytest.param("headkv", "temp", 10**400, id="headkv-temp-huge"),
+        pytest.param("keyformer", "temperature", 10**400, id="keyformer-temperature-huge"),
+        pytest.param("keyformer", "temperature", -(10**400), id="keyformer-temperature-minus-huge"),
+        pytest.param("chunkkv", "chunk_length", 10**400, id="chunkkv-chunk_length-huge"),
     ],
 )
 def test_values_that_an_option_cannot_have_are_refused(name: str, option: str, value: Any) -> None:

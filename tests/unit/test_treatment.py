@@ -167,7 +167,7 @@ def test_the_two_keys_are_not_taken_for_each_other() -> None:
 )
 def test_a_setting_of_the_operator_in_a_request_is_refused(key: str) -> None:
     for beside in ({}, {"kv_budget": 300}):
-        with pytest.raises(ValueError, match="may have 'kv_budget' and 'kv_protect'") as refusal:
+        with pytest.raises(ValueError, match="may have 'kv_budget', 'kv_protect', 'kv_prune'") as refusal:
             requested_budget({**beside, key: "400"})
         assert len(str(refusal.value)) < 500
 
@@ -176,7 +176,7 @@ def test_a_setting_of_the_operator_in_a_request_is_refused(key: str) -> None:
 def test_roles_under_the_operators_name_are_refused(key: str) -> None:
     assert requested_budget({key: "system"}) is None
     for beside in ({}, {"kv_protect": "none"}):
-        with pytest.raises(ValueError, match="may have 'kv_budget' and 'kv_protect'"):
+        with pytest.raises(ValueError, match="may have 'kv_budget', 'kv_protect', 'kv_prune'"):
             requested_protection({**beside, key: "system"})
 
 

@@ -45,7 +45,7 @@ class Treatment:
     prune: Prune | None = None
 
 
-_REQUESTS_KEYS = (KV_BUDGET_KEY, KV_PROTECT_KEY)
+_REQUESTS_KEYS = (KV_BUDGET_KEY, KV_PROTECT_KEY, KV_PRUNE_KEY)
 
 _PREFIX = "kv_"
 
@@ -54,6 +54,7 @@ _OURS_ALONE = frozenset(
     {
         *("budget", "min_budget", "max_budget", "layer_budgets", "full_layers", "policy_options"),
         *("observation_window", "num_recent_tokens", "num_sink_tokens", "protect_roles"),
+        *("prune_options", "prune_calibration"),
     }
 )
 
@@ -111,7 +112,7 @@ def _useless(key: str, wanted: str) -> str | None:
         return None
     return (
         f"{reprlib.repr(key)} does nothing in a request: settings of kvsieve are the server's, and"
-        f" a request may have {' and '.join(map(repr, _REQUESTS_KEYS))}"
+        f" a request may have {', '.join(map(repr, _REQUESTS_KEYS))}"
     )
 
 
