@@ -9,17 +9,20 @@ from hypothesis import strategies as st
 from kvsieve.core.budget import BudgetRule
 from kvsieve.core.config import SieveConfig
 from kvsieve.core.errors import ConfigError
+from kvsieve.core.pruning import Prune
 from kvsieve.core.treatment import (
     MODES,
     Treatment,
     check_mode,
     requested_budget,
     requested_protection,
+    requested_pruning,
     treat,
 )
 
 CONFIG = SieveConfig(budget=256, max_budget=1000)
 SMALLEST = 32 + 4 + 32
+MAY_HAVE = "may have 'kv_budget', 'kv_protect' and 'kv_prune'"
 
 
 def test_without_a_wish_the_operator_decides() -> None:
@@ -167,7 +170,7 @@ def test_the_two_keys_are_not_taken_for_each_other() -> None:
 )
 def test_a_setting_of_the_operator_in_a_request_is_refused(key: str) -> None:
     for beside in ({}, {"kv_budget": 300}):
-        with pytest.raises(ValueError, match="may have 'kv_budget', 'kv_protect', 'kv_prune'") as refusal:
+        with pytest.raises(ValueError, match=MAY_HAVE) as refusal:
             requested_budget({**beside, key: "400"})
         assert len(str(refusal.value)) < 500
 
@@ -176,8 +179,74 @@ def test_a_setting_of_the_operator_in_a_request_is_refused(key: str) -> None:
 def test_roles_under_the_operators_name_are_refused(key: str) -> None:
     assert requested_budget({key: "system"}) is None
     for beside in ({}, {"kv_protect": "none"}):
-        with pytest.raises(ValueError, match="may have 'kv_budget', 'kv_protect', 'kv_prune'"):
+        with pytest.raises(ValueError, match=MAY_HAVE):
             requested_protection({**beside, key: "system"})
+
+
+def test_a_wish_to_be_pruned_is_found_and_a_slip_is_named() -> None:
+    every = {"kv_prune": "asl", "kv_budget": 256, "kv_protect": "0:5"}
+    assert requested_pruning(every) == "asl"
+    assert requested_budget(every) == 256
+    assert requested_protection(every) == "0:5"
+    assert requested_pruning({"kv_budget": 256}) is None
+    assert requested_pruning(None) is None
+    for slip in (
+        "kv_prun",
+        "kv-prune",
+        "kvprune",
+        "KV_PRUNE",
+        "kv_prune_layer",
+        "kv_prune_options",
+    ):
+        for beside in ({}, {"kv_prune": "none"}):
+            assert requested_budget({**beside, slip: "asl"}) is None
+            assert requested_protection({**beside, slip: "asl"}) is None
+            with pytest.raises(ValueError, match="did you mean 'kv_prune'"):
+                requested_pruning({**beside, slip: "asl"})
+
+
+@pytest.mark.parametrize("key", ["prune", "prune_options", "prune-calibration"])
+def test_the_operators_settings_of_pruning_are_refused(key: str) -> None:
+    assert requested_budget({key: "asl"}) is None
+    for beside in ({}, {"kv_prune": "none"}):
+        with pytest.raises(ValueError, match=MAY_HAVE):
+            requested_pruning({**beside, key: "asl"})
+
+
+PRUNING = SieveConfig(budget=256, prune="fastkv@12")
+
+
+@pytest.mark.parametrize(
+    ("wish", "prune"),
+    [
+        (None, Prune("fastkv", 12)),
+        ("fastkv", Prune("fastkv")),
+        (" asl ", Prune("asl")),
+        ("gemfilter@3", Prune("gemfilter", 3)),
+        ("none", None),
+    ],
+)
+def test_a_request_is_pruned_as_it_wishes_where_it_is_sieved(
+    wish: Any, prune: Prune | None
+) -> None:
+    def pruned(mode: Any, kv_budget: Any = None) -> Prune | None:
+        return treat(mode, PRUNING, kv_budget, 32, kv_prune=wish).prune
+
+    assert pruned("sieve") == prune
+    assert pruned("shadow") is pruned("full") is pruned("sieve", "full") is None
+
+
+@pytest.mark.parametrize("wish", ["", "asl@", "asl@-1", "ASL", "none@3", "pyramidinfer", True, 3])
+def test_a_wish_to_be_pruned_that_names_no_method_is_refused_in_every_mode(wish: Any) -> None:
+    for mode in MODES:
+        with pytest.raises(ValueError, match="kv_prune"):
+            treat(mode, PRUNING, None, 32, kv_prune=wish)
+
+
+def test_a_server_that_prunes_nothing_refuses_a_wish_to_be_pruned() -> None:
+    with pytest.raises(ValueError, match="kv_prune asl: this server was started without prune"):
+        treat("sieve", CONFIG, None, 32, kv_prune="asl")
+    assert treat("sieve", CONFIG, None, 32, kv_prune="none").prune is None
 
 
 def test_keys_of_other_software_are_let_be() -> None:

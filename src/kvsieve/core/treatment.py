@@ -54,9 +54,15 @@ _OURS_ALONE = frozenset(
     {
         *("budget", "min_budget", "max_budget", "layer_budgets", "full_layers", "policy_options"),
         *("observation_window", "num_recent_tokens", "num_sink_tokens", "protect_roles"),
-        *("prune_options", "prune_calibration"),
+        *("prune", "prune_options", "prune_calibration"),
     }
 )
+
+_ASKED_WITH = {
+    "protect_roles": KV_PROTECT_KEY,
+    **dict.fromkeys(("prune", "prune_options", "prune_calibration"), KV_PRUNE_KEY),
+}
+"""The key of a request that a setting belongs to; `kv_budget` for all others."""
 
 
 def requested_budget(extra_args: Mapping[str, Any] | None) -> Any:
@@ -64,7 +70,7 @@ def requested_budget(extra_args: Mapping[str, Any] | None) -> Any:
 
     Raises:
         ValueError: There is a key that is nearly `kv_budget`, or one of the operator's settings
-            other than `protect_roles`: it would do nothing.
+            that no other key belongs to: it would do nothing.
     """
     return _requested(extra_args, KV_BUDGET_KEY)
 
@@ -83,7 +89,8 @@ def requested_pruning(extra_args: Mapping[str, Any] | None) -> Any:
     """The `kv_prune` of a request as it was given; None if there is none.
 
     Raises:
-        ValueError: There is a key that is nearly `kv_prune`, which would do nothing.
+        ValueError: There is a key that is nearly `kv_prune`, or `prune`, `prune_options` or
+            `prune_calibration`: it would do nothing.
     """
     return _requested(extra_args, KV_PRUNE_KEY)
 
@@ -108,11 +115,12 @@ def _useless(key: str, wanted: str) -> str | None:
     is_operators = own in SieveConfig.model_fields and (own in _OURS_ALONE or own != name)
     if not is_operators and not name.startswith("kvsieve"):
         return None
-    if wanted != (KV_PROTECT_KEY if own == "protect_roles" else KV_BUDGET_KEY):
+    if wanted != _ASKED_WITH.get(own, KV_BUDGET_KEY):
         return None
+    *keys, last = map(repr, _REQUESTS_KEYS)
     return (
         f"{reprlib.repr(key)} does nothing in a request: settings of kvsieve are the server's, and"
-        f" a request may have {', '.join(map(repr, _REQUESTS_KEYS))}"
+        f" a request may have {', '.join(keys)} and {last}"
     )
 
 
