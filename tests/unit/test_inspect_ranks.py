@@ -13,15 +13,15 @@ from kvsieve.core.errors import ConfigError
 from kvsieve.inspect.ranks import (
     RankSettings,
     calibrated_l_min,
-    layer_ranks,
     num_ranked_tokens,
     pick_layer,
-    rank_variance,
     resolve_layers,
     stability,
     top_overlap,
     variance_curve,
+    window_ranks,
 )
+from kvsieve.pruning.ranks import rank_variance
 
 
 def random_ranks(seed: int, layers: int, n: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_variance_is_that_of_the_definition(seed: int, layers: int, n: int) -> N
     ranks = random_ranks(seed, layers, n)
     num_ranked = seed % n + 1
 
-    found = rank_variance(ranks, num_ranked)
+    found = float(rank_variance(ranks, num_ranked))
 
     assert found == pytest.approx(variance_by_hand(ranks.tolist(), num_ranked))
 
@@ -53,7 +53,7 @@ def test_ranks_are_those_of_pooled_sums(seed: int, heads: int, n: int, pool: int
     # Few values, so that there are ties.
     mass = torch.randint(0, 3, (heads, n), generator=generator).float()
 
-    ranks = layer_ranks(mass, pool)
+    ranks = window_ranks(mass, pool)
 
     half = pool // 2
     padded = F.pad(mass, (half, half))

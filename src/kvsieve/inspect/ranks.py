@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from kvsieve.core.errors import ConfigError
+from kvsieve.pruning.ranks import layer_ranks, rank_variance
+from kvsieve.pruning.scores import pooled_sum
 
 # The authors' runs, all on models of 28 to 48 layers.
 ASL_L_MIN_SHARE = 10 / 32
@@ -81,7 +82,7 @@ class Stability:
     overlap: tuple[float, ...]
 
 
-def layer_ranks(head_mass: torch.Tensor, pool_size: int) -> torch.Tensor:
+def window_ranks(head_mass: torch.Tensor, pool_size: int) -> torch.Tensor:
     """Rank of every position by the attention of the window, for a whole layer.
 
     Each head's mass is pooled (average, zero padding counts) and summed over the heads.
@@ -93,28 +94,7 @@ def layer_ranks(head_mass: torch.Tensor, pool_size: int) -> torch.Tensor:
     Returns:
         [n] float32 ranks, 1 for the best. Ties go to the higher position, as in the policies.
     """
-    pooled = F.avg_pool1d(head_mass[None].float(), pool_size, stride=1, padding=pool_size // 2)
-    scores = pooled[0].sum(dim=0)
-    n = len(scores)
-    order = n - 1 - scores.flip(0).argsort(descending=True, stable=True)
-    ranks = torch.empty(n, device=scores.device)
-    ranks[order] = torch.arange(1, n + 1, dtype=torch.float32, device=scores.device)
-    return ranks
-
-
-def rank_variance(ranks: torch.Tensor, num_ranked: int) -> float:
-    """How much ranks differ between layers, over the tokens that are best in any of them.
-
-    Args:
-        ranks: [l_obs, n] ranks of the positions in each layer, 1 for the best.
-        num_ranked: Best positions of each layer that count.
-
-    Returns:
-        The variance over layers (population) of a position's rank, averaged over the union
-        of the layers' best positions.
-    """
-    union = (ranks <= num_ranked).any(dim=0)
-    return float(ranks[:, union].double().var(dim=0, unbiased=False).mean())
+    return layer_ranks(pooled_sum(head_mass.float(), "avg", pool_size))
 
 
 def variance_curve(ranks: torch.Tensor, l_obs: int, num_ranked: int) -> list[float | None]:
@@ -126,7 +106,7 @@ def variance_curve(ranks: torch.Tensor, l_obs: int, num_ranked: int) -> list[flo
         num_ranked: Best positions of each layer that count.
     """
     return [
-        None if end < l_obs else rank_variance(ranks[end - l_obs : end], num_ranked)
+        None if end < l_obs else float(rank_variance(ranks[end - l_obs : end], num_ranked))
         for end in range(1, len(ranks) + 1)
     ]
 
@@ -213,7 +193,7 @@ def stability(
     """The rank stability of one prompt.
 
     Args:
-        ranks: [num_layers, num_tokens - window] from `layer_ranks`, one row per layer.
+        ranks: [num_layers, num_tokens - window], 1 for the best, one row per layer.
         layers: Numbers of the layers, ascending.
         settings: ASL's parameters.
         window: Observation window, in tokens.
@@ -248,8 +228,8 @@ def stability(
     )
 
 
-def calibrated_l_min(each: Sequence[Stability]) -> int:
-    """One `l_min` for several prompts: the layer where the variance peaks for them together.
+def mean_variance(each: Sequence[Stability]) -> dict[int, float]:
+    """The curves of several prompts as one: by layer, from the first that has a variance.
 
     Each prompt's curve counts as a share of its own maximum, so that a long prompt, whose
     ranks are larger numbers, does not drown the others.
@@ -261,4 +241,13 @@ def calibrated_l_min(each: Sequence[Stability]) -> int:
         for index, value in enumerate(one.variance):
             sums[index] += (value or 0.0) / largest
     lowest = first.l_obs - 1
-    return first.layers[max(range(lowest, len(sums)), key=lambda index: sums[index])]
+    return {
+        layer: total / len(each)
+        for layer, total in zip(first.layers[lowest:], sums[lowest:], strict=True)
+    }
+
+
+def calibrated_l_min(each: Sequence[Stability]) -> int:
+    """One `l_min` for several prompts: the layer where the variance peaks for them together."""
+    curve = mean_variance(each)
+    return max(curve, key=lambda layer: curve[layer])

@@ -13,7 +13,7 @@ from kvsieve.inspect.evidence import layer_evidence, rotary_for
 from kvsieve.inspect.forward import run_pass
 from kvsieve.inspect.model import LoadedModel
 from kvsieve.inspect.prompt import Prompt
-from kvsieve.inspect.ranks import layer_ranks
+from kvsieve.inspect.ranks import window_ranks
 from kvsieve.inspect.recommend import PromptLosses, layer_losses
 from kvsieve.inspect.sliced import LayerAttention, LayerHeads
 from kvsieve.policies import Policy, Rotary
@@ -89,7 +89,7 @@ class Reading:
         self.window.append(concentration(attention.window_mass))
         self.sampled.append(concentration(attention.sampled_mass))
         self.attention.append((attention.window_mass.mean(dim=0) / window).cpu())
-        self.ranks.append(layer_ranks(before, probe.pool_size).cpu())
+        self.ranks.append(window_ranks(before, probe.pool_size).cpu())
         evidence = layer_evidence(probe.policy, attention, heads, self.rotary)
         try:
             lost = layer_losses(evidence, probe.budgets, probe.policy, probe.block_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvsieve.policies import Evidence
-from kvsieve.policies.smooth import smooth
+from kvsieve.policies.smooth import Pooling, smooth
 from kvsieve.pruning.settings import PruneSettings
 
 
@@ -30,5 +30,10 @@ def layer_scores(
         return smooth(scores[None], settings.pooling, settings.pool_size)[0]
     attention = evidence.window_attention()
     num_candidates = max(0, evidence.num_tokens - settings.window)
-    pooled = smooth(attention[..., :num_candidates], settings.pooling, settings.pool_size)
-    return pooled.sum(dim=(0, 1))
+    heads = attention.flatten(0, 1)[:, :num_candidates]
+    return pooled_sum(heads, settings.pooling, settings.pool_size)
+
+
+def pooled_sum(heads: torch.Tensor, pooling: Pooling, pool_size: int) -> torch.Tensor:
+    """Scores of all heads, pooled over neighbours and summed: [num_heads, n] to [n] float32."""
+    return smooth(heads, pooling, pool_size).sum(dim=0)
