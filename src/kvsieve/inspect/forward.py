@@ -20,6 +20,7 @@ from kvsieve.inspect.sliced import (
     LayerAttention,
     LayerHeads,
     sampled_queries,
+    slice_bytes_for,
     sliced_attention,
 )
 
@@ -83,6 +84,7 @@ def run_pass(
     *,
     observation_window: int,
     num_sampled: int,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run a prompt through the model's layers, once, and let the listener hear of each.
 
@@ -92,6 +94,8 @@ def run_pass(
         listener: Hears of every layer.
         observation_window: Last queries of the prompt that are summed, at most all of it.
         num_sampled: Queries spread over the prompt that are summed.
+        positions: [num_tokens] int64, ascending, what the rotary embedding is told; None counts
+            from 0.
 
     Returns:
         The model's last hidden state, [num_tokens, hidden_size].
@@ -120,6 +124,7 @@ def run_pass(
             observation_window=observation_window,
             sampled=sampled,
             sliding_window=sliding_window,
+            slice_bytes=slice_bytes_for(query.device),
         )
         if sliding_window is None and not _is_sliding(loaded.model.config, layer):
             listener.on_attention(attention, heads)
@@ -128,7 +133,7 @@ def run_pass(
         return output.transpose(0, 1)[None], None
 
     with _attention(loaded.model, attend), _hidden_states(loaded.layers, listener.on_hidden):
-        return _forward(loaded, token_ids)
+        return _forward(loaded, token_ids, positions)
 
 
 def survey(loaded: LoadedModel, token_ids: list[int]) -> Survey:
@@ -174,10 +179,13 @@ def survey(loaded: LoadedModel, token_ids: list[int]) -> Survey:
 
 
 @torch.no_grad()
-def _forward(loaded: LoadedModel, token_ids: list[int]) -> torch.Tensor:
+def _forward(
+    loaded: LoadedModel, token_ids: list[int], positions: torch.Tensor | None = None
+) -> torch.Tensor:
     """The last hidden state [num_tokens, hidden_size]; no logits are computed, nothing cached."""
     ids = torch.tensor([token_ids], device=loaded.device)
-    hidden: torch.Tensor = loaded.model.base_model(input_ids=ids, use_cache=False)[0][0]
+    told = {} if positions is None else {"position_ids": positions.to(loaded.device)[None]}
+    hidden: torch.Tensor = loaded.model.base_model(input_ids=ids, use_cache=False, **told)[0][0]
     return hidden
 
 

@@ -24,6 +24,8 @@ ASL_POOL_SIZE = 7
 DEFAULT_SELECT_SHARE = 0.05
 """Tokens propagated by default, as a share of the prompt. `tau` means little for large shares: the
 authors kept 1.6%."""
+MIN_RISE = 0.5
+"""A peak has at least this share of the variance with which the curve begins."""
 MIN_RANKED = 16
 """Ranked tokens beyond the window that the default number of selected tokens leaves at least."""
 
@@ -63,7 +65,7 @@ class Stability:
         variance: Rank variance per layer; None where fewer than `l_obs` layers lie behind.
         relative: The same divided by that at `l_min`; None before `l_min`.
         picked: The layer that ASL picks with `l_min`; None if the variance never falls enough.
-        peak: The layer of the largest variance: where `l_min` belongs.
+        peak: The layer of the highest variance that the curve rises to: where `l_min` belongs.
         picked_from_peak: The layer that ASL picks with `l_min` at the peak; None as above.
         overlap: Share of the best-ranked tokens that the next layer has too, per layer but
             the last.
@@ -204,7 +206,7 @@ def stability(
     l_min, l_obs = resolve_layers(settings, layers)
     num_ranked = num_ranked_tokens(settings, ranks.shape[1] + window, window)
     variance = variance_curve(ranks, l_obs, num_ranked)
-    peak = max(range(l_obs - 1, len(variance)), key=lambda index: variance[index] or 0.0)
+    peak = l_obs - 1 + peak_index([value or 0.0 for value in variance[l_obs - 1 :]])
     scale = variance[l_min] or 0.0
 
     def numbered(index: int | None) -> int | None:
@@ -228,6 +230,24 @@ def stability(
     )
 
 
+def peak_index(curve: Sequence[float]) -> int:
+    """Where a curve of rank variance peaks: the highest value that it rises to.
+
+    The first values compare the lowest layers, which agree with none, so a curve may begin
+    high and fall before it rises; ranks have not settled in that fall. Without a rise to at
+    least `MIN_RISE` of the first value the first is the peak: the rest are ripples.
+
+    Args:
+        curve: At least one value, none negative.
+    """
+    start = 0
+    while start + 1 < len(curve) and curve[start + 1] < curve[start]:
+        start += 1
+    peak = max(range(start, len(curve)), key=lambda index: curve[index])
+    has_risen = start + 1 < len(curve) and curve[peak] >= MIN_RISE * curve[0]
+    return peak if has_risen else 0
+
+
 def mean_variance(each: Sequence[Stability]) -> dict[int, float]:
     """The curves of several prompts as one: by layer, from the first that has a variance.
 
@@ -247,7 +267,13 @@ def mean_variance(each: Sequence[Stability]) -> dict[int, float]:
     }
 
 
-def calibrated_l_min(each: Sequence[Stability]) -> int:
-    """One `l_min` for several prompts: the layer where the variance peaks for them together."""
+def calibrated_l_min(each: Sequence[Stability], highest: int | None = None) -> int:
+    """One `l_min` for several prompts: the layer where the variance peaks for them together.
+
+    Args:
+        each: Their curves.
+        highest: The highest layer to return; None for the last.
+    """
     curve = mean_variance(each)
-    return max(curve, key=lambda layer: curve[layer])
+    layers = [layer for layer in curve if highest is None or layer <= highest]
+    return layers[peak_index([curve[layer] for layer in layers])]

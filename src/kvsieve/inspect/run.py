@@ -24,7 +24,7 @@ from kvsieve.inspect.ranks import (
 )
 from kvsieve.inspect.reading import Probe, Reading, read_prompt
 from kvsieve.inspect.recommend import Bounds, Recommendation, budget_grid, loss_curves, recommend
-from kvsieve.inspect.sliced import scratch_bytes
+from kvsieve.inspect.sliced import scratch_bytes, slice_bytes_for
 from kvsieve.policies import policy_from_config
 
 BLOCK_SIZE = 32
@@ -198,6 +198,7 @@ def inspect_loaded(
             seen.num_kv_heads,
             seen.cached_numbers // (2 * seen.num_kv_heads),
             len(longest),
+            slice_bytes_for(loaded.device),
         ),
     )
 

@@ -13,6 +13,9 @@ import torch
 SLICE_BYTES = 2**27
 """Attention weights that are held at once, in bytes; the softmax holds twice as many."""
 
+CPU_SLICE_BYTES = 2**22
+"""The same on a CPU, where what stays in its caches is three times as fast."""
+
 
 @dataclass(frozen=True)
 class LayerAttention:
@@ -73,6 +76,11 @@ def sampled_queries(num_tokens: int, num_queries: int) -> torch.Tensor:
     """
     num_queries = min(num_queries, num_tokens)
     return torch.arange(1, num_queries + 1) * num_tokens // num_queries - 1
+
+
+def slice_bytes_for(device: torch.device) -> int:
+    """Attention weights to hold at once on a device, in bytes."""
+    return CPU_SLICE_BYTES if device.type == "cpu" else SLICE_BYTES
 
 
 def rows_per_slice(num_heads: int, num_tokens: int, slice_bytes: int = SLICE_BYTES) -> int:
