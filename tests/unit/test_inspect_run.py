@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
@@ -26,29 +25,8 @@ from kvsieve.inspect.page import inspection_page, print_inspection, sink_words
 from kvsieve.inspect.recommend import Bounds
 from kvsieve.inspect.run import Inspection, InspectSettings, inspect_loaded, inspect_model
 from kvsieve.policies import parse_settings
-from tests.engine.models import VOCABULARY, tiny_model
-
-WORDS = [f"w{number}" for number in range(VOCABULARY - 20)]
-TEMPLATE = "<s>{% for m in messages %}{{ m['content'] }}{% endfor %} w1"
-
-
-def add_tokenizer(folder: str) -> None:
-    """Words w0, w1, ..., digits, a full stop and a line feed."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    tokens = ["<pad>", "<s>", "</s>", "<unk>", ".", "\n", *"0123456789", *WORDS]
-    backend = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        chat_template=TEMPLATE,
-    ).save_pretrained(folder)
+from tests.engine.models import tiny_model
+from tests.unit.word_tokenizer import WORDS, add_tokenizer
 
 
 def text(num_words: int, seed: int) -> str:

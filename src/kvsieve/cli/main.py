@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvsieve.cli.bench import bench
+from kvsieve.cli.calibrate import calibrate
 from kvsieve.cli.demo import demo
 from kvsieve.cli.doctor import doctor
 from kvsieve.cli.evaluate import evaluate
@@ -33,6 +34,7 @@ app.command(context_settings=_PASS_ON)(serve)
 app.command("eval", context_settings=_PASS_ON)(evaluate)
 app.command(context_settings=_PASS_ON)(bench)
 app.command()(inspect)
+app.command()(calibrate)
 app.command()(generate)
 app.command()(plan)
 app.command()(policies)

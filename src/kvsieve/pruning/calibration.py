@@ -32,6 +32,8 @@ class Calibration(BaseModel):
         num_layers: Its depth: a calibration is refused for a model of another.
         kept_share: Share of the prompt that was kept: layers and threshold depend on it.
         methods: By method.
+        measured: The curves from which that follows, for people.
+        provenance: When, how and on what machine it was measured.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -40,11 +42,18 @@ class Calibration(BaseModel):
     num_layers: Annotated[int, Field(ge=1)]
     kept_share: Annotated[float, Field(gt=0, lt=1)]
     methods: dict[PruneName, MethodCalibration]
+    measured: dict[str, Any] = Field(default_factory=dict)
+    provenance: dict[str, Any] = Field(default_factory=dict)
 
     def for_method(self, name: str) -> dict[str, Any]:
         """What was found for a method; nothing if it was not looked at."""
         found = self.methods.get(name)  # type: ignore[call-overload]
         return {} if found is None else found.model_dump(exclude_none=True)
+
+    def as_facts(self) -> dict[str, Any]:
+        """The content of its file, as JSON values."""
+        methods = {name: self.for_method(name) for name in self.methods}
+        return {**self.model_dump(mode="json"), "methods": methods}
 
 
 def read_calibration(path: str) -> Calibration:
