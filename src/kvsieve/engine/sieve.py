@@ -14,8 +14,8 @@ from kvsieve.engine.backends import CachedPrompt, adapter_for
 from kvsieve.engine.block_copies import MAX_COPY_BYTES, BlockCopier
 from kvsieve.engine.layers import SievedLayer
 from kvsieve.engine.observer import Observer
+from kvsieve.engine.pruning.host import QueryWatcher
 from kvsieve.engine.pruning.layout import Layout
-from kvsieve.engine.pruning.prefill_pass import PrefillPass
 from kvsieve.engine.pruning.pruner import Pruner
 from kvsieve.engine.requests import PlannedRequests
 from kvsieve.engine.rows import RowReader
@@ -58,7 +58,7 @@ class Sieve:
         self._group_of: dict[str, str] = {}
         self._layers_of_group: dict[str, list[str]] = {}
         self.pruner: Pruner | None = None
-        self.prefill: PrefillPass | None = None
+        self.prefill: QueryWatcher | None = None
         """The pass that prunes prompts, while it runs."""
         self._message = StepMessage()
         self._finished: dict[str, SievedRow] = {}

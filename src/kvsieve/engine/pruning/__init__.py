@@ -1,6 +1,7 @@
 """Pruning during prefill: deeper layers run on the kept tokens of a prompt.
 
 layout.py      which token rows a layer sees, and what its attention is shown
+host.py        what pruning needs of the worker's sieve
 model.py       the decoder layers of a model, and the call that runs them
 prompt.py      one prompt in a pass
 carried.py     what chunks leave behind at a fixed selection layer

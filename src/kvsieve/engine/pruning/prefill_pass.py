@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +18,11 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
 from kvsieve.engine.pruning.clock import LayerClock
+from kvsieve.engine.pruning.host import PruningHost
 from kvsieve.engine.pruning.layout import Kept, Layout
 from kvsieve.engine.pruning.prompt import PromptToPrune
 from kvsieve.engine.step import PrunedRow, SeenRows, Step
 from kvsieve.pruning.scores import layer_scores
-
-if TYPE_CHECKING:
-    from kvsieve.engine.sieve import Sieve
 
 _CHANGED = ("attn_metadata", "slot_mapping", "skip_compiled", "cudagraph_runtime_mode")
 """What the pass changes of vLLM's forward context, and puts back."""
@@ -45,7 +43,7 @@ class PrefillPass:
         inputs: The runner's arguments of the model's forward.
     """
 
-    sieve: Sieve
+    sieve: PruningHost
     layers: Sequence[nn.Module]
     prompts: Sequence[PromptToPrune]
     inputs: Mapping[str, Any]

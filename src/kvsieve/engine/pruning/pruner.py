@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,12 +11,10 @@ from torch import nn
 from kvsieve.core.errors import SieveInvariantError
 from kvsieve.core.pruning import Prune
 from kvsieve.engine.pruning.carried import NUM_CARRIED, CarriedPrompts
+from kvsieve.engine.pruning.host import PruningHost
 from kvsieve.engine.pruning.prefill_pass import PrefillPass
 from kvsieve.engine.pruning.prompt import PromptToPrune
 from kvsieve.pruning import LayerChoice, ModelPruning, PruneSettings
-
-if TYPE_CHECKING:
-    from kvsieve.engine.sieve import Sieve
 
 
 class Pruner:
@@ -28,7 +26,7 @@ class Pruner:
         pruning: The operator's parameters.
     """
 
-    def __init__(self, sieve: Sieve, layers: list[nn.Module], pruning: ModelPruning) -> None:
+    def __init__(self, sieve: PruningHost, layers: list[nn.Module], pruning: ModelPruning) -> None:
         self._sieve = sieve
         self._layers = layers
         self._pruning = pruning
