@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hypothesis.strategies import booleans, data, integers
 
-from kvsieve.engine.windows import OpenWindows, num_ring_slots, watched_queries
+from kvsieve.engine.windows import (
+    OpenWindows,
+    largest_whole_prompt,
+    num_ring_slots,
+    watched_queries,
+)
 from kvsieve.policies import parse_settings, policy_from_config
 
 
@@ -73,3 +81,26 @@ def test_a_slot_comes_back(slots: int) -> None:
         windows.begin_schedule(lambda _: True)
         assert windows.claim(f"{turn}")
         windows.scheduled(f"{turn}", is_complete=True)
+
+
+@pytest.mark.parametrize(
+    ("batched", "scheduled", "threshold", "largest"),
+    [
+        (2048, None, 0, 1984),
+        (2048, 512, 0, 448),
+        (2048, 4096, 0, 1984),
+        (2048, None, 300, 300),
+        (2048, None, 4000, 1984),
+        (64, None, 0, 0),
+    ],
+)
+def test_a_prompt_that_is_read_whole_leaves_room_for_all_who_decode(
+    batched: int, scheduled: int | None, threshold: int, largest: int
+) -> None:
+    config = SimpleNamespace(
+        max_num_batched_tokens=batched,
+        max_num_scheduled_tokens=scheduled,
+        long_prefill_token_threshold=threshold,
+        max_num_seqs=64,
+    )
+    assert largest_whole_prompt(config) == largest

@@ -65,7 +65,10 @@ def largest_whole_prompt(scheduler_config: Any) -> int:
     Args:
         scheduler_config: vLLM's.
     """
-    largest = scheduler_config.max_num_batched_tokens - scheduler_config.max_num_seqs
+    step = scheduler_config.max_num_batched_tokens
+    if scheduler_config.max_num_scheduled_tokens is not None:
+        step = min(step, scheduler_config.max_num_scheduled_tokens)
+    largest = step - scheduler_config.max_num_seqs
     threshold = scheduler_config.long_prefill_token_threshold
     return max(0, min(largest, threshold) if threshold > 0 else largest)
 
