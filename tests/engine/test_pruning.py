@@ -11,7 +11,15 @@ import torch
 from tests.engine.engines import Generated, drop_engine, generate, make_engine, scheduler, worker
 from tests.engine.host import EngineHost, HostError
 from tests.engine.models import random_prompt, tiny_model
-from tests.engine.prune_agreement import BUDGET, METHODS, OUTPUT, check, load, reference_of
+from tests.engine.prune_agreement import (
+    BUDGET,
+    METHODS,
+    OUTPUT,
+    check,
+    load,
+    reference_of,
+    stored,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -333,3 +341,37 @@ def test_one_step_reads_a_prompt_or_none(v1_host: EngineHost, tiny_llama: str) -
 
 def scheduler_is_empty(name: str) -> bool:
     return not scheduler(name).planned._plans
+
+
+def test_protected_tokens_and_the_window_both_go_on_or_nothing_is_pruned(
+    v1_host: EngineHost, tiny_llama: str
+) -> None:
+    options = {"skip_tokenizer_init": True}
+    # This policy has no recent tokens of its own, so its budget may be full of spans.
+    start(v1_host, tiny_llama, policy="keydiff", options=options)
+    prompt = random_prompt(600, 1)
+    kept = stored(600)
+    for end, is_pruned in ((100 + kept - 9, True), (100 + kept - 8, False), (100 + kept, False)):
+        request = asking("fastkv", detokenize=False)
+        request["extra_args"] = {**request["extra_args"], "kv_protect": f"100:{end}"}
+        (generated,) = v1_host.call(generate, "prune", [prompt], request)
+        assert (generated.report["pruned"] is not None) is is_pruned
+        if is_pruned:
+            deepest = generated.kept[max(generated.kept)][0].tolist()
+            assert {*range(100, end), *range(592, 600)} <= set(deepest)
+        else:
+            assert "must be chosen" in generated.report["not_pruned"]
+    v1_host.call(drop_engine, "prune")
+
+
+@pytest.mark.parametrize("options", [{"window": 1024}, {"num_sink_tokens": 1024}])
+def test_options_larger_than_what_is_kept_prune_nothing(
+    v1_host: EngineHost, tiny_llama: str, options: dict[str, int]
+) -> None:
+    engine = {"skip_tokenizer_init": True}
+    start(v1_host, tiny_llama, prune="asl", prune_options=options, options=engine)
+    request = asking("asl", detokenize=False)
+    (generated,) = v1_host.call(generate, "prune", [random_prompt(600, 1)], request)
+    v1_host.call(drop_engine, "prune")
+    assert generated.report["pruned"] is None
+    assert "must be chosen" in generated.report["not_pruned"]

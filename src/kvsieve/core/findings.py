@@ -36,7 +36,9 @@ def reasons_of(
         if name in known:
             # A union reports once for each branch; one sentence is enough.
             what = " or ".join(dict.fromkeys(messages))
-            given = textwrap.shorten(repr(settings[name]), 80, placeholder="...")
+            given = "nothing"
+            if name in settings:
+                given = textwrap.shorten(repr(settings[name]), 80, placeholder="...")
             reasons.append(f"{name}: {textwrap.shorten(what, 600)} (given: {given})")
         else:
             reasons.extend(messages)

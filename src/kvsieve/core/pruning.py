@@ -24,7 +24,7 @@ PruneReason = Literal["fixed", "threshold", "deepest", "last", "never"]
 operator's deepest layer was reached; it was the last one that a first pass looked at. "never":
 ranks did not settle, so that no token was pruned."""
 
-_WISH = re.compile(r"(?P<method>[a-z-]+)(@(?P<layer>\d{1,4}))?")
+_WISH = re.compile(r"(?P<method>[a-z-]+)(@(?P<layer>[0-9]{1,4}))?")
 
 
 @dataclass(frozen=True)

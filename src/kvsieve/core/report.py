@@ -119,7 +119,8 @@ class SieveReport:
             prompt fits its budget, or the model's attention is not a number.
         tiers: Prompt tokens held per tier; None if all sieved layers have the same budget.
         pruned: What pruning did while the prompt was read; None if it was not asked for.
-        not_pruned: Why pruning that was asked for was not done; None if it was.
+        not_pruned: Why pruning that was asked for was not done; None if it was, and in other modes
+            than "sieve".
     """
 
     policy: str

@@ -111,6 +111,8 @@ def install_sieve(runner: Any, vllm_config: VllmConfig, is_v2: bool) -> Sieve:
         _install_layer(layer, sieve)
     if pruning := model_pruning(vllm_config):
         stack = decoder_layers(model, layers)
+        # All that a request may ask for, not only the operator's method.
+        pruning.check_calibration(len(stack))
         sieve.pruner = Pruner(sieve, stack, pruning)
         logger.info("kvsieve: prune %s", sieve.pruner.settings(pruning.prune))
         wrap_forward(model, sieve.pruner.around)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvsieve.core.config import CONFIG_KEY, SieveConfig
+from kvsieve.core.errors import ConfigError
 from kvsieve.core.forcing import FORCED_TOKENS_KEY, check_forced_tokens
 from kvsieve.core.protection import KV_PROTECT_KEY
 from kvsieve.core.pruning import KV_PRUNE_KEY
@@ -133,7 +134,10 @@ def _check_pruning(vllm_config: Any, config: SieveConfig, kv_prune: Any) -> None
     wanted = treat("sieve", config, None, block_size, kv_prune=kv_prune).prune
     pruning = model_pruning(vllm_config)
     if wanted is not None and pruning is not None:
-        pruning.settings(wanted, vllm_config.model_config.get_total_num_hidden_layers())
+        try:
+            pruning.settings(wanted, vllm_config.model_config.get_total_num_hidden_layers())
+        except ConfigError as error:
+            raise ValueError(f"{KV_PRUNE_KEY} {'; '.join(error.reasons)}") from None
 
 
 def activate(vllm_config: Any, config: SieveConfig) -> None:

@@ -94,8 +94,8 @@ class PlannedRequests:
                 " report it with the server's flags"
             ) from None
 
-    def leave_unpruned(self, request_id: str, reason: str | None) -> None:
-        """Take pruning out of a plan; None if nothing has to be said of it."""
+    def leave_unpruned(self, request_id: str, reason: str) -> None:
+        """Take pruning out of a plan, and note why."""
         plan = self[request_id]
         treatment = replace(plan.treatment, prune=None)
         self._plans[request_id] = replace(plan, treatment=treatment, not_pruned=reason)

@@ -15,7 +15,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvsieve.core.config import CONFIG_KEY
-from kvsieve.core.pruning import parse_prune
 from kvsieve.core.treatment import (
     Mode,
     Treatment,
@@ -30,13 +29,13 @@ from kvsieve.engine.manager import SievedManager
 from kvsieve.engine.prefix_cache import bind_prefix_cache_rules
 from kvsieve.engine.proof import Proof
 from kvsieve.engine.pruning.carried import NUM_CARRIED
-from kvsieve.engine.requests import PlannedRequest, PlannedRequests
+from kvsieve.engine.pruning.rule import PruningRule
+from kvsieve.engine.requests import PlannedRequests
 from kvsieve.engine.settings import sieve_config, sieve_policy
 from kvsieve.engine.step_message import StepMessage, attach_message
 from kvsieve.engine.tail_copies import TailCopies
 from kvsieve.engine.windows import (
     OpenWindows,
-    largest_whole_prompt,
     num_ring_slots,
     watched_queries,
 )
@@ -96,10 +95,7 @@ class SieveSchedulerMixin(_Base):
                 self.scheduler_config.max_num_seqs,
             )
         )
-        self._largest_whole = largest_whole_prompt(self.scheduler_config)
-        prune = parse_prune(self._config.prune)
-        # Memory to read prompts in chunks is set aside for the operator's method alone.
-        self._carries = prune is not None and prune.is_chunked
+        self.pruning = PruningRule(self.vllm_config)
         self._carried = OpenWindows(NUM_CARRIED)
         # Sieved requests whose prompt was scheduled to its end and that were not freed yet.
         self._to_free: dict[str, Request] = {}
@@ -150,32 +146,12 @@ class SieveSchedulerMixin(_Base):
         """Take a request in: decide its treatment, note whether the front end may end it."""
         treatment = self._treatment(request)
         plan = self.planned.add(request.request_id, request.num_prompt_tokens, treatment)
-        if plan.is_pruned:
-            self._settle_pruning(request, plan)
+        if plan.is_pruned and (objection := self.pruning.objection(request, plan)):
+            self.planned.leave_unpruned(request.request_id, objection)
         self.proof.counters.add_request(treatment.mode)
         super().add_request(request)
         if request.sampling_params is not None and request.sampling_params.stop:
             self._with_stop_strings[request.request_id] = request
-
-    def _settle_pruning(self, request: Request, plan: PlannedRequest) -> None:
-        """Take pruning out of a plan that cannot have it, by rules that know this request only."""
-        params = request.sampling_params
-        # What has to be read at once: the prompt, or in chunks as many as go on from its last one.
-        at_once = request.num_prompt_tokens
-        if self._is_chunked(plan):
-            at_once -= max(plan.starts)
-        if not plan.is_sieved:
-            reason = "the prompt fits its budget"
-        elif at_once > self._largest_whole:
-            reason = (
-                f"{at_once} tokens must be read at once, and {self._largest_whole} are the most"
-                " that a step can be sure to read: max_num_batched_tokens less max_num_seqs"
-            )
-        elif params is not None and params.prompt_logprobs is not None:
-            reason = "prompt_logprobs need every token in every layer"
-        else:
-            return
-        self.planned.leave_unpruned(request.request_id, reason)
 
     def _treatment(self, request: Request) -> Treatment:
         extra_args = request.sampling_params and request.sampling_params.extra_args
@@ -227,7 +203,9 @@ class SieveSchedulerMixin(_Base):
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             after, prompt_tokens = request.num_computed_tokens, request.num_prompt_tokens
-            if after - num_scheduled < prompt_tokens and self._is_chunked(self.planned[request_id]):
+            if after - num_scheduled < prompt_tokens and self.pruning.reads_chunks(
+                self.planned[request_id]
+            ):
                 self._carried.scheduled(request_id, is_complete=after >= prompt_tokens)
             if after - num_scheduled >= prompt_tokens or after <= prompt_tokens - self._watched:
                 continue
@@ -272,7 +250,7 @@ class SieveSchedulerMixin(_Base):
         if plan.is_sieved:
             num_new_tokens = min(num_new_tokens, rest_of_prompt)
         if plan.is_pruned and num_new_tokens < rest_of_prompt:
-            if not self._is_chunked(plan):
+            if not self.pruning.reads_chunks(plan):
                 # It is read whole or not at all: it waits, and with it all that came later.
                 return 0
             # The last chunk must have room for all that goes on from it.
@@ -288,14 +266,9 @@ class SieveSchedulerMixin(_Base):
             if not plan.is_pruned:
                 return before_window
             # Where the chunk would end, its last one may no longer have room for what goes on.
-            is_cut_here = self._is_chunked(plan) and num_new_tokens < rest_of_prompt
+            is_cut_here = self.pruning.reads_chunks(plan) and num_new_tokens < rest_of_prompt
             return min(before_window, num_new_tokens) if is_cut_here else 0
         return num_new_tokens
-
-    def _is_chunked(self, plan: PlannedRequest) -> bool:
-        """Whether a prompt that is pruned may be read in chunks."""
-        prune = plan.treatment.prune
-        return prune is not None and prune.is_chunked and self._carries
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -85,7 +85,8 @@ FEATURES: tuple[Feature, ...] = (
     _served("structured output"),
     _served(
         "beam search",
-        "equal to stock: its steps sample before anything is dropped; no report, no kv_budget",
+        "equal to stock: its steps sample before anything is dropped; no report, no kv_budget. With"
+        " `prune` each step's prompt is pruned, and that is not equal",
     ),
     _served("reset of the prefix cache", "running requests included"),
     _served("sleep and wake, reload of weights", "sleeping does nothing on CPUs, in stock too"),

@@ -69,5 +69,5 @@ def read_calibration(path: str) -> Calibration:
         fields = list(Calibration.model_fields)
         reasons = reasons_of(error, content, fields)
         raise ConfigError([f"prune_calibration {path}: {reason}" for reason in reasons]) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError([f"prune_calibration {path} cannot be read: {error}"]) from None

@@ -201,6 +201,21 @@ class ModelPruning:
         calibrated = calibration.for_method(prune.method) if calibration else {}
         return prune_settings(prune, options, num_layers, calibrated)
 
+    def check_calibration(self, num_layers: int) -> None:
+        """Check what the calibration says of every method that it knows.
+
+        Raises:
+            ConfigError: It does not fit a model with so many layers; every reason.
+        """
+        reasons: list[str] = []
+        for name in self.calibration.methods if self.calibration else ():
+            try:
+                self.settings(Prune(name), num_layers)
+            except ConfigError as error:
+                reasons += [reason for reason in error.reasons if reason not in reasons]
+        if reasons:
+            raise ConfigError(reasons)
+
 
 def pruning_from_config(config: SieveConfig) -> ModelPruning | None:
     """How the operator wants prompts pruned; None for not at all.

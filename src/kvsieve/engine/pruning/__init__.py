@@ -1,5 +1,6 @@
 """Pruning during prefill: deeper layers run on the kept tokens of a prompt.
 
+rule.py        which prompts are pruned (the scheduler's part)
 layout.py      which token rows a layer sees, and what its attention is shown
 host.py        what pruning needs of the worker's sieve
 model.py       the decoder layers of a model, and the call that runs them

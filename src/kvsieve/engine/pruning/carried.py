@@ -15,7 +15,7 @@ import torch
 from kvsieve.core.errors import SieveInvariantError
 
 NUM_CARRIED = 2
-"""Prompts whose chunks may be kept at once: one that ends in a step, and one that begins."""
+"""Prompts whose chunks may be kept at once: mostly one that ends in a step, and the next."""
 
 
 @dataclass(eq=False)

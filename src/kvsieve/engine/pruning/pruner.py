@@ -51,12 +51,10 @@ class Pruner:
         state = model.get_hidden_size() * torch.finfo(model.dtype).bits // 8
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         # Hidden states and residual, picked and spread out; ranks as float32 and float64.
-        needed = (
-            4 * tokens * state + 12 * tokens * self.settings(self._pruning.prune).observed_layers
-        )
+        needed = 4 * tokens * state + 12 * tokens * len(self._layers)
         if self._pruning.prune.is_chunked:
-            # The chunks of each prompt, and all of them put together once.
-            needed += (NUM_CARRIED + 1) * 2 * model.max_model_len * state
+            # Hidden states and residual of each prompt, in chunks and put together.
+            needed += NUM_CARRIED * 2 * 2 * model.max_model_len * state
         return needed
 
     def around(self, forward: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
