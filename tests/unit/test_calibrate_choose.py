@@ -165,7 +165,7 @@ def test_every_choice_is_one_that_a_server_takes(
     data: st.DataObject, n: int, kept: float, num_prompts: int
 ) -> None:
     candidates = data.draw(st.sets(st.integers(0, n - 2), min_size=1))
-    l_obs = min(8, max(2, n // 4))
+    l_obs = min(8, max(2, n // 3))
     distances = st.fixed_dictionaries({layer: numbers for layer in candidates})
     each = [
         curves(

@@ -132,6 +132,8 @@ def test_command_shows_the_tables(
     for words in ("Where the methods select", "distance, gemfilter", "asl from here on"):
         assert words in shown
     assert "Written to kvsieve-calibration.json" in shown
+    line = f"serve {make_model()} --budget 25% --prune asl --prune-calibration kvsieve-calib"
+    assert line in shown
     methods = served_by(tmp_path / "kvsieve-calibration.json").calibration.methods
     assert methods["fastkv"].layer <= 3 and methods["gemfilter"].layer <= 3
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvsieve.cli import options
 from kvsieve.core.errors import ConfigError
@@ -76,8 +78,10 @@ def calibrate(
     for table in (curves_table(found), prompts_table(found), methods_table(found)):
         print_table(console, table)
     console.print(
-        f"Written to {out}. A server takes it as the setting prune_calibration, beside prune; the"
-        " layers hold for about this share of kept tokens.",
+        f"Written to {out}. The layers hold for about this share of kept tokens:",
         highlight=False,
         soft_wrap=True,
     )
+    words = ["kvsieve", "serve", model, "--budget", kept, "--prune", "asl"]
+    line = shlex.join([*words, "--prune-calibration", str(out)])
+    console.print(Text(line, style="bold"), soft_wrap=True)
