@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/selection_layer.py`."""
