@@ -340,7 +340,7 @@ def test_a_package_that_is_broken_hides_no_other(install: Callable[..., None]) -
     shown = CliRunner().invoke(app, ["policies"], terminal_width=200)
 
     assert (listed.exit_code, shown.exit_code) == (0, 0)
-    names = [method["name"] for method in json.loads(listed.stdout)]
+    names = [method["name"] for method in json.loads(listed.stdout)["policies"]]
     assert names == [*METHODS, "friendly"]
     assert "[bold]SnapKV[/bold]" in shown.stdout
     for result in (listed, shown):
