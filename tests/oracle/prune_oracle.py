@@ -135,6 +135,8 @@ class PruneResult:
     """ASL: layer -> rank variance, for every layer from min_layer that was reached unpruned."""
     relative: dict[int, float]
     """The same divided by the variance at min_layer; NaN where that is 0."""
+    scores: torch.Tensor | None
+    """[P - W], for GemFilter [P]: the shared scores that chose `positions`; they tell near ties."""
     deep_inputs: torch.Tensor | None
     """[k, hidden] hidden states that enter the layer after the selection, or in two passes the
     embeddings that enter the second. None: nothing was pruned."""
@@ -159,6 +161,7 @@ class _Choice:
     layer: int | None = None
     reason: Reason = "never"
     positions: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
     ranks: list[torch.Tensor] = field(default_factory=list)
     variances: dict[int, float] = field(default_factory=dict)
     relative: dict[int, float] = field(default_factory=dict)
@@ -175,7 +178,7 @@ class _Choice:
         reason: Reason = "fixed" if params.method in FIXED else self._asl(layer, scores)
         is_last = layer == self.num_layers - 1
         if reason != "never" or (is_last and params.method in TWO_PASS):
-            self.layer, self.reason = layer, reason
+            self.layer, self.reason, self.scores = layer, reason, scores
             self.positions = select_kept(
                 scores[None],
                 prompt_len=k.shape[1],
@@ -375,6 +378,7 @@ def run(
         positions=choice.positions,
         variances=choice.variances,
         relative=choice.relative,
+        scores=choice.scores,
         deep_inputs=state.deep_inputs,
         kept_per_layer=state.kept,
         tokens=tokens,

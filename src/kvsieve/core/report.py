@@ -113,8 +113,9 @@ class SieveReport:
         dropped_tokens: Prompt tokens dropped per KV head, summed over layers.
         would_drop_tokens: In shadow mode, what `dropped_tokens` would have been.
         blocks_freed: Blocks that the sieve gave back while the request ran.
-        protected_tokens: Prompt tokens that are kept whatever their score: sinks, the last ones
-            and named spans. 0 if the prompt fits its budget.
+        protected_tokens: Prompt tokens that the policy keeps whatever their score: sinks, the last
+            ones and named spans. 0 if the prompt fits its budget. Layers beyond the one where a
+            prompt was pruned follow the pruning method's rules instead.
         attention_mass_lost: Attention to what was, or would be, dropped; None if the
             prompt fits its budget, or the model's attention is not a number.
         tiers: Prompt tokens held per tier; None if all sieved layers have the same budget.
@@ -176,7 +177,8 @@ class SieveTotals:
         prompt_tokens: Prompt tokens of the sieved requests.
         stored_tokens: Prompt tokens that a sieved layer held of them, in the mean.
         blocks_freed: Blocks that the sieve gave back.
-        mass_lost: Sum over the sieved requests of the attention mass lost.
+        mass_lost: Sum over the scored requests of the attention mass lost.
+        scored_requests: Sieved requests of which that is known.
         shadow_mass_lost: Sum over the shadow requests of what would have been lost.
         seconds: Host time of scoring and compaction, in seconds.
         pruned_requests: Of the sieved requests those that were read with pruning, by method.
@@ -193,6 +195,7 @@ class SieveTotals:
     stored_tokens: int = 0
     blocks_freed: int = 0
     mass_lost: float = 0.0
+    scored_requests: int = 0
     shadow_mass_lost: float = 0.0
     seconds: float = 0.0
     pruned_requests: dict[str, int] = field(default_factory=dict)
@@ -204,6 +207,7 @@ class SieveTotals:
         """Count one finished request."""
         self.requests += 1
         self.seconds += seconds
+        # A prompt that was read twice has no such number, which is not the same as none lost.
         lost = report.attention_mass_lost.mean if report.attention_mass_lost else 0.0
         if report.would_drop_tokens:
             self.shadow_requests += 1
@@ -212,6 +216,7 @@ class SieveTotals:
             return
         self.sieved_requests += 1
         self.mass_lost += lost
+        self.scored_requests += report.attention_mass_lost is not None
         self.prompt_tokens += report.prompt_tokens
         self.stored_tokens += report.stored_tokens["sieved"]
         self.blocks_freed += report.blocks_freed
@@ -229,8 +234,11 @@ class SieveTotals:
             parts.append(
                 f"{self.sieved_requests} sieved: {self.prompt_tokens} prompt tokens,"
                 f" {self.stored_tokens} kept per sieved layer, {self.blocks_freed} blocks"
-                f" freed, {100 * self.mass_lost / self.sieved_requests:.2f}% of attention lost"
+                f" freed"
             )
+            if self.scored_requests:
+                lost = 100 * self.mass_lost / self.scored_requests
+                parts[-1] += f", {lost:.2f}% of attention lost"
         if num_pruned := sum(self.pruned_requests.values()):
             methods = ", ".join(f"{count} {name}" for name, count in self.pruned_requests.items())
             parts.append(

@@ -122,6 +122,8 @@ class SieveSchedulerMixin(_Base):
             1 + (pool - read) / (read - freed),
             pool,
         )
+        if self.pruning.is_on:
+            logger.info("kvsieve: %s", self.pruning)
 
     @property
     def kvsieve_mode(self) -> Mode:

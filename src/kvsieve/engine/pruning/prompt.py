@@ -61,14 +61,16 @@ class PromptToPrune:
             again = num_layers if kept.is_moved else num_layers - passed
         num_kept = self.num_tokens if kept is None else len(kept.positions)
         computed = self.num_tokens * passed + num_kept * again
-        relative = {str(layer): value for layer, value in choice.relative_variance.items()}
+        relative = {
+            str(layer): round(value, 4) for layer, value in choice.relative_variance.items()
+        }
         report = PrunedPrompt(
             method=choice.settings.method.name,
             layer=choice.layer,
             reason=choice.reason or "never",
             kept_tokens=num_kept,
-            computed_share=computed / (self.num_tokens * num_layers),
-            seconds_saved=seconds_saved,
+            computed_share=round(computed / (self.num_tokens * num_layers), 4),
+            seconds_saved=round(seconds_saved, 4),
             relative_variance=relative or None,
         )
         if kept is None:

@@ -28,6 +28,18 @@ class PruningRule:
         # Memory to read prompts in chunks is set aside for the operator's method alone.
         self._reads_chunks = prune is not None and prune.is_chunked
 
+    @property
+    def is_on(self) -> bool:
+        """Whether any prompt may be pruned."""
+        return self._pruning is not None
+
+    def __str__(self) -> str:
+        chunked = "; fastkv reads longer ones in chunks" if self._reads_chunks else ""
+        return (
+            f"prompts of up to {self._largest_whole} tokens are pruned, which a step can be sure to"
+            f" read at once{chunked}. Raise max_num_batched_tokens, or lower max_num_seqs, for more"
+        )
+
     def reads_chunks(self, plan: PlannedRequest) -> bool:
         """Whether a prompt that is pruned may be read in chunks."""
         prune = plan.treatment.prune
@@ -58,7 +70,8 @@ class PruningRule:
         if at_once > self._largest_whole:
             return (
                 f"{at_once} tokens must be read at once, and {self._largest_whole} are the most"
-                " that a step can be sure to read: max_num_batched_tokens less max_num_seqs"
+                " that a step can be sure to read: max_num_batched_tokens (or"
+                " max_num_scheduled_tokens) less max_num_seqs, or long_prefill_token_threshold"
             )
         if params is not None and params.prompt_logprobs is not None:
             return "prompt_logprobs need every token in every layer"
