@@ -304,8 +304,22 @@ def test_a_plan_says_when_there_is_nothing_to_prune(tmp_path: Path) -> None:
     facts = planned(tmp_path, {"full_layers": 0, "budget": 5000, "prune": "asl"})
 
     assert not facts["pruning"]["is_pruned"]
+    assert facts["pruning"]["not_pruned"] == "the prompt fits its budget"
     assert set(facts["pruning"]["token_layers"].values()) == {4000 * 30}
     assert not any("allocates" in note for note in facts["notes"])
+
+
+@pytest.mark.parametrize(("window", "is_pruned"), [(507, True), (508, False), (1024, False)])
+def test_a_plan_says_when_the_window_leaves_nothing_to_choose(
+    tmp_path: Path, window: int, is_pruned: bool
+) -> None:
+    options = {"window": window, "num_sink_tokens": 4}
+    settings = {"full_layers": 0, "budget": 500, "prune": "fastkv", "prune_options": options}
+    pruning = planned(tmp_path, settings)["pruning"]
+
+    assert pruning["kept_tokens"] == 512
+    assert pruning["is_pruned"] == is_pruned
+    assert (pruning["not_pruned"] is None) == is_pruned
 
 
 def test_a_model_with_sliding_windows_cannot_be_pruned(tmp_path: Path) -> None:
@@ -331,7 +345,7 @@ def test_a_model_with_sliding_windows_cannot_be_pruned(tmp_path: Path) -> None:
             ["--prune", "asl"],
             ["first judged layer", "for each prompt; or not at all", "% to 100.0%"],
         ),
-        (["--prune", "asl", "--budget", "5000"], ["tokens fit the budget: nothing"]),
+        (["--prune", "asl", "--budget", "5000"], ["the prompt fits its budget"]),
     ],
 )
 def test_the_command_prints_the_plan_of_pruning(

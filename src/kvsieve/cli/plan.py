@@ -99,7 +99,7 @@ def _pruning(facts: dict[str, Any]) -> Table:
     )
     table.add_row("pruned are", pruning["rule"])
     if not pruning["is_pruned"]:
-        table.add_row("this prompt", f"its {prompt_tokens} tokens fit the budget: nothing")
+        table.add_row("not this one", pruning["not_pruned"])
         return table
     first, last = pruning["layers"]["first"], pruning["layers"]["last"]
     if pruning["first_judged_layer"] is None:

@@ -38,15 +38,17 @@ def plan_pruning(
         )
     num_layers = len(plan.sieved)
     settings = pruning.settings(pruning.prune, num_layers)
-    fits = stored_tokens == prompt_tokens
+    objection = _objection(settings, prompt_tokens, stored_tokens)
+    is_pruned = objection is None
     # The first judged layer only sets the scale.
     first = settings.layer + 1 if settings.method.is_adaptive else settings.layer
     last = settings.last_scored_layer
     may_stay_whole = "never" in settings.method.reasons and settings.max_layer is None
     full = prompt_tokens * num_layers
-    least = full if fits else _computed(settings, first, prompt_tokens, stored_tokens)
-    most = full
-    if not fits and not may_stay_whole:
+    least = most = full
+    if is_pruned:
+        least = _computed(settings, first, prompt_tokens, stored_tokens)
+    if is_pruned and not may_stay_whole:
         most = _computed(settings, last, prompt_tokens, stored_tokens)
     is_chunked = pruning.prune.is_chunked
     return {
@@ -55,7 +57,8 @@ def plan_pruning(
         "window": settings.window,
         "pooling": settings.pooling,
         "pool_size": settings.pool_size,
-        "is_pruned": not fits,
+        "is_pruned": is_pruned,
+        "not_pruned": objection,
         "first_judged_layer": settings.layer if settings.method.is_adaptive else None,
         "layers": {"first": first, "last": last},
         "may_stay_whole": may_stay_whole,
@@ -64,6 +67,19 @@ def plan_pruning(
         "read_at_once": stored_tokens if is_chunked else prompt_tokens,
         "rule": _rule(is_chunked),
     }
+
+
+def _objection(settings: PruneSettings, prompt_tokens: int, stored_tokens: int) -> str | None:
+    """Why a prompt would not be pruned whatever the server's steps take; None if it would."""
+    if stored_tokens == prompt_tokens:
+        return "the prompt fits its budget"
+    protected = settings.num_recent + settings.num_sink_tokens
+    if protected >= stored_tokens:
+        return (
+            f"{protected} tokens are sinks or belong to the method's window, and of the"
+            f" {stored_tokens} that go on one at least must be chosen"
+        )
+    return None
 
 
 def _computed(settings: PruneSettings, layer: int, prompt_tokens: int, num_keep: int) -> int:
