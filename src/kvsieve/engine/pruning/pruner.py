@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -79,11 +80,14 @@ class Pruner:
         if step is None or step.rows is None:
             return []
         rows, prompts = step.rows, []
-        for row, request_id in enumerate(rows.request_ids):
+        # Most rows of most steps decode, and need not be looked at one by one.
+        reads = (rows.num_computed < rows.prompt_lens) & (rows.query_lens > 0)
+        for row in np.nonzero(reads)[0].tolist():
+            request_id = rows.request_ids[row]
             plan = self._sieve.requests[request_id]
-            computed, tokens = int(rows.num_computed[row]), int(rows.query_lens[row])
-            if plan.treatment.prune is None or computed >= plan.prompt_tokens or not tokens:
+            if plan.treatment.prune is None:
                 continue
+            computed, tokens = int(rows.num_computed[row]), int(rows.query_lens[row])
             is_whole = computed == 0 and tokens == plan.prompt_tokens
             num_keep = plan.prompt_tokens - max(plan.planned)
             is_last = computed + tokens == plan.prompt_tokens
